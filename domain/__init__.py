@@ -1,0 +1,1 @@
+"""Values every other package shares: requests, fleets, lengths, events, outcomes."""

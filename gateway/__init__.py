@@ -1,0 +1,1 @@
+"""The HTTP shell around the decision core: OpenAI routes, relay, monitor, metrics, logs."""

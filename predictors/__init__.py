@@ -1,0 +1,1 @@
+"""How long, how fast, how good: fills estimate columns, decides nothing."""

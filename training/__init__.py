@@ -1,0 +1,1 @@
+"""Jobs that fit predictors and policies, and the reports that compare them."""
