@@ -1,1 +1,1 @@
-"""Values every other package shares: requests, fleets, lengths, events, outcomes."""
+"""Vocabulary of Sluice: values shared by predictors, policies, backends, gateway and training."""

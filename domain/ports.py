@@ -1,0 +1,125 @@
+"""Ports: what the decision core asks of predictors, policies and stores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+from domain.columns import (
+    Bools,
+    Draws,
+    EstimateColumns,
+    FleetColumns,
+    Mask,
+    Params,
+    RequestColumns,
+    Routes,
+    Scores,
+)
+from domain.events import Commit, Committed, Settle
+from domain.fleet import FleetSpec
+from domain.length import LengthDistribution
+from domain.outcome import Outcome
+from domain.request import InferenceRequest
+
+Kernel = Callable[
+    [Params, RequestColumns, FleetColumns, Routes, EstimateColumns, Mask, Draws, float, Scores],
+    None,
+]
+"""A compiled scoring function: (params, requests, fleet, routes, estimates, mask, draws, now, out).
+
+Writes `out.route` (n, c), higher is better, only where the mask is set. `draws` is (n, c), uniform
+in [0, 1): the only source of chance. No input is changed.
+"""
+
+
+class Scorer(Protocol):
+    """A policy: one compiled kernel with flat parameters.
+
+    `unit` is `rank` (scores compare routes of one request only) or `value` (expected limits met:
+    requests compare too).
+    """
+
+    @property
+    def name(self) -> str:
+        """Name in config, logs and metrics."""
+
+    @property
+    def version(self) -> str:
+        """Hash or number of what decides; goes into every log line."""
+
+    @property
+    def unit(self) -> Literal["rank", "value"]:
+        """What a score means; see the class."""
+
+    @property
+    def needs_estimates(self) -> bool:
+        """Whether the kernel reads the estimate columns."""
+
+    @property
+    def params(self) -> Params:
+        """Everything tuned or learned, one flat float64 vector."""
+
+    @property
+    def kernel(self) -> Kernel:
+        """The compiled function."""
+
+
+class OnlineLearner(Protocol):
+    """A scorer that learns from outcomes; returns its new parameters."""
+
+    def learn(self, outcome: Outcome) -> Params:
+        """Take one outcome in and give the new parameters."""
+
+
+class Estimator(Protocol):
+    """Predictions: length, latency, quality and P(SLO), as distributions.
+
+    `bind` is called once per fleet, before anything else. `fill` writes every column of `out` where
+    the mask (n, c) is set, from the columns and `requests_of` (the same n requests); it never
+    changes state, so looking twice gives the same. `learn` is called by the core with every
+    outcome, so that a replay learns the same.
+    """
+
+    @property
+    def version(self) -> str:
+        """Hash or number of what decides; goes into every log line."""
+
+    def bind(self, fleet: FleetSpec, routes: Routes) -> None:
+        """Take the fleet in; predictions index its replicas and routes."""
+
+    def length(self, request: InferenceRequest) -> LengthDistribution:
+        """Distribution of output tokens of this request."""
+
+    def fill(
+        self,
+        requests: RequestColumns,
+        fleet: FleetColumns,
+        routes: Routes,
+        mask: Mask,
+        now: float,
+        out: EstimateColumns,
+        requests_of: Sequence[InferenceRequest],
+    ) -> None:
+        """Write the predictions of every masked (request, route) into `out`."""
+
+    def learn(self, outcome: Outcome) -> None:
+        """Take one outcome in."""
+
+
+class Store(Protocol):
+    """Where reservations and bookings are agreed between gateways.
+
+    `commit` answers at once (memory) or later through `answer`, given at construction. Idempotent
+    by request id.
+    """
+
+    def commit(self, action: Commit, now: float) -> Committed | None:
+        """Reserve and book; None when the answer comes later."""
+
+    def settle(self, action: Settle, now: float) -> None:
+        """Give back what was reserved and not used."""
+
+
+RouteMask = Bools
+"""(c,) routes that a request may take."""
