@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from domain.units import Probability, Seconds, SecondsPerToken
@@ -76,13 +77,19 @@ class Quota:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """Who pays. `models` None means every model; `weight` is its share in the fair queue."""
+    """Who pays. `models` None means every model; `weight` is its share in the fair queue.
+
+    `quota` bounds the tenant as a whole, `key_quotas` one of its API keys (by the key's name),
+    `model_quotas` what it may use of one model (by the name that clients send).
+    """
 
     name: str
     weight: float = 1.0
     class_name: str | None = None
     models: frozenset[str] | None = None
     quota: Quota = field(default_factory=Quota)
+    key_quotas: Mapping[str, Quota] = field(default_factory=dict)
+    model_quotas: Mapping[str, Quota] = field(default_factory=dict)
     isolate_cache: bool = False
     log_text: bool = False
 
