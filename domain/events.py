@@ -118,6 +118,21 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
+class ForeignLoad:
+    """What the other gateways together have on each replica, by their own ledgers: parallel tuples
+    by replica index.
+
+    `kv` is room reserved, in tokens, `backlog` prompt tokens not yet prefilled. Fresher than a
+    `Reading`, which must not overwrite it while it comes regularly.
+    """
+
+    at: float
+    running: tuple[float, ...]
+    kv: tuple[float, ...]
+    backlog: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AvailabilityChanged:
     """A replica became usable or unusable (breaker, health, drain, supervisor)."""
 
@@ -191,6 +206,7 @@ Event = (
     | ScorerLate
     | Tick
     | Draining
+    | ForeignLoad
 )
 
 # ---- actions
@@ -199,9 +215,11 @@ Event = (
 @dataclass(frozen=True, slots=True)
 class Commit:
     """Ask the store to reserve `tokens` of the tenant and to book the route; `route` None reserves
-    only (a held request).
+    only (a held request), `tokens` 0 books only (its release, or another attempt).
 
-    `replicas` and `slots` are the core's bookings of this attempt (decode first).
+    `key` and `model` say which further quotas count, `cost` is the expected price. `replica` and
+    `prefill` are the route's replicas; `room` KV tokens and `backlog` prompt tokens are what the
+    booking adds to them, already counted in the core's own columns.
     """
 
     id: str
@@ -209,6 +227,13 @@ class Commit:
     tenant: str
     route: int | None
     tokens: float
+    key: str | None = None
+    model: str = ""
+    cost: float = 0.0
+    replica: int | None = None
+    prefill: int | None = None
+    room: float = 0.0
+    backlog: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +295,7 @@ class Abort:
 @dataclass(frozen=True, slots=True)
 class Settle:
     """The request is over, exactly once. `refund` tokens (may be negative: a charge) go back to the
-    tenant.
+    tenant. `cost` is the actual price, None where it was not worked out.
     """
 
     id: str
@@ -278,6 +303,7 @@ class Settle:
     tokens: float
     refund: float
     outcome: Outcome = field(repr=False)
+    cost: float | None = None
 
 
 Action = Commit | Send | Hold | Shed | Abort | Settle
