@@ -15,6 +15,7 @@ from domain.events import (
     Event,
     FirstToken,
     FleetChanged,
+    ForeignLoad,
     Hold,
     ModelSwapped,
     Progress,
@@ -50,6 +51,7 @@ EVENTS = [
     ScorerLate(2.0, 0.1),
     Tick(3.0),
     Draining(4.0),
+    ForeignLoad(4.1, (1.0,), (512.0,), (0.0,)),
 ]
 
 
