@@ -25,7 +25,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy tests
 
 bench: $(VENV)/.dev
-	$(PYTEST) tests/benchmarks -s
+	$(PYTEST) tests/benchmarks -o python_files='bench_*.py' -s
 
 install: $(VENV)/.dev
 
