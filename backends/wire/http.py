@@ -1,0 +1,170 @@
+"""HTTP/1.1 response reader without I/O: bytes in, head and body bytes out.
+
+`httptools` (llhttp, strict) does the parsing; this module adds what a parser leaves open: limits on
+the head, informational responses, bodies that end with the connection, and bytes after the end.
+
+State of one message:
+
+    HEAD --head complete--> BODY --last byte--> COMPLETE
+      ^ 1xx: start again      |
+                              `-- connection closed: COMPLETE if the body is delimited by it
+
+Anything else is a `BackendProtocolError`. Theory: RFC 9112, sections 6 and 9.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import httptools
+
+from domain.errors import BackendProtocolError
+
+Headers = list[tuple[bytes, bytes]]
+"""Header lines in order; names in lower case."""
+
+MAX_INFORMATIONAL = 8
+"""Interim (1xx) responses taken before the real one; a server that sends more is broken."""
+
+
+class ResponseHead(NamedTuple):
+    """Status line and headers of a response, without the framing headers' meaning."""
+
+    status: int
+    headers: Headers
+
+
+class ResponseReader:
+    """Reads the responses of one connection, one after another; owns no socket.
+
+    `head` is None until the head is complete; `complete` turns true with the last byte of the body;
+    `reusable` then says whether the connection may carry another request, after `reset`.
+    """
+
+    __slots__ = (
+        "_body",
+        "_head_bytes",
+        "_headers",
+        "_informational",
+        "_junk",
+        "_keep_alive",
+        "_max_head",
+        "_more",
+        "_parser",
+        "_until_close",
+        "complete",
+        "head",
+    )
+
+    def __init__(self, max_head: int) -> None:
+        self._max_head = max_head
+        self._parser = httptools.HttpResponseParser(self)
+        self._body = b""
+        self._more: list[bytes] | None = None
+        self._junk = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Be ready for the response to the next request."""
+        self._head_bytes = 0
+        self._headers: Headers = []
+        self._informational = 0
+        self._until_close = False
+        self._keep_alive = False
+        self.head: ResponseHead | None = None
+        self.complete = False
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes of the connection; return the body bytes among them, chunk framing removed.
+
+        Raises: BackendProtocolError for what is not HTTP/1.1, or a head above the limit.
+        """
+        self._body = b""
+        if self.head is None:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as exc:
+            raise BackendProtocolError("the engine switched protocols unasked") from exc
+        except httptools.HttpParserError as exc:
+            if not self.complete:
+                raise BackendProtocolError(f"the engine's answer is not HTTP/1.1: {exc}") from exc
+            self._junk = True  # the answer is whole; what follows it is not HTTP
+        if self.head is None and self._head_bytes > self._max_head:
+            raise BackendProtocolError(f"response head exceeds {self._max_head} bytes")
+        if self._more is not None:
+            self._body = b"".join(self._more)
+            self._more = None
+        return self._body
+
+    def eof(self) -> bool:
+        """The engine closed the connection; return whether the message is complete."""
+        if self.head is not None and self._until_close:
+            self.complete = True
+        return self.complete
+
+    @property
+    def started(self) -> bool:
+        """Whether any byte of this response has come."""
+        return self._head_bytes > 0
+
+    @property
+    def reusable(self) -> bool:
+        """Whether the connection may carry another request."""
+        return self.complete and self._keep_alive and not self._junk
+
+    # callbacks of the parser, in the order in which it makes them
+
+    def on_message_begin(self) -> None:
+        """A second message after the answer is bytes that nobody asked for."""
+        if self.complete:
+            self._junk = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header line (or trailer, which is dropped)."""
+        if self.head is None:
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """The head is whole; decide how the body ends."""
+        status = self._parser.get_status_code()
+        if self.complete or status < 200:
+            return
+        self.head = ResponseHead(status, self._headers)
+        self._until_close = status not in {204, 304} and not any(
+            name in {b"content-length", b"transfer-encoding"} for name, _ in self._headers
+        )
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        if self.complete:
+            return
+        if self._more is not None:
+            self._more.append(body)
+        elif self._body:
+            self._more = [self._body, body]
+        else:
+            self._body = body
+
+    def on_message_complete(self) -> None:
+        """The end of the answer, or of an interim response before it."""
+        if self.head is not None:
+            if not self.complete:
+                self.complete = True
+                self._keep_alive = self._parser.should_keep_alive()
+            return
+        self._informational += 1
+        if self._informational > MAX_INFORMATIONAL:
+            raise BackendProtocolError(f"more than {MAX_INFORMATIONAL} interim responses")
+        self._headers = []
+
+
+def header_line(name: bytes, value: bytes) -> bytes:
+    r"""One encoded header line, `name: value\r\n`.
+
+    Raises: ValueError if a line break or NUL would let the value forge another header.
+    """
+    for byte in b"\r\n\0":
+        if byte in name or byte in value:
+            raise ValueError(f"header {name!r} holds a line break or NUL: {value!r}")
+    return b"%b: %b\r\n" % (name, value)

@@ -1,0 +1,232 @@
+r"""Server-sent events as engines send them, metered without decoding them.
+
+A stream is a sequence of events, each ended by a blank line (WHATWG HTML, section 9.2.6; lines may
+end in LF, CRLF or CR). The meter counts events that carry generated text by looking for a few byte
+patterns, and passes whole events on as the bytes they came in. That is safe because inside a JSON
+string every quote is escaped: `"content":"` cannot occur in text, only `\"content\":\"` can.
+
+What leaves the meter differs from what entered it in three places only: a usage event goes out
+when the client asked for one (once, before `[DONE]`), a `finish_reason` is not repeated, and an
+event cut off by the end of the connection stays behind.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import msgspec
+
+from backends.wire.usage import usage_of
+from domain.errors import BackendProtocolError
+from domain.outcome import Usage
+
+MAX_EVENT = 4 << 20
+"""Bytes of one event held back until it is whole; more is a broken engine."""
+
+_BLANK_LINE = re.compile(rb"\n\r?\n|\r\r")
+_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_FINISH = re.compile(rb'"finish_reason"\s*:\s*"')
+_ERROR = re.compile(rb'"error"\s*:|^event:\s*error', re.MULTILINE)
+_DATA = re.compile(rb"(?:^|[\r\n])data:[ ]?([^\r\n]*)")
+
+
+class ContentPattern(NamedTuple):
+    """How text looks in the events of one endpoint.
+
+    `any` finds a non-empty piece of generated text; `needles` are its common spellings up to the
+    opening quote, for a count without a regular expression.
+    """
+
+    any: re.Pattern[bytes]
+    needles: tuple[bytes, ...]
+
+
+def _pattern(fields: bytes, extra: bytes = b"") -> ContentPattern:
+    names = fields.split()
+    any_text = re.compile(rb'"(?:%b)"\s*:\s*"(?!")' % b"|".join(names) + extra)
+    return ContentPattern(any_text, tuple(b'"%b":%b"' % (n, s) for n in names for s in (b"", b" ")))
+
+
+CHAT_CONTENT = _pattern(
+    b"content reasoning_content reasoning refusal arguments",
+    rb'|"tool_calls"\s*:\s*\[\s*\{|"function_call"\s*:\s*\{',
+)
+COMPLETION_CONTENT = _pattern(b"text")
+RESPONSE_CONTENT = _pattern(b"delta")
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    finish_reason: str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] | None = None
+
+
+_decode_chunk = msgspec.json.Decoder(_Chunk).decode
+
+
+def payload(event: bytes) -> bytes:
+    """The data of one event: its `data:` lines joined by line feeds."""
+    return b"\n".join(_DATA.findall(event))
+
+
+class StreamMeter:
+    """Counts and passes the events of one streamed answer; owns no socket and no clock.
+
+    `events` counts events with generated text: the first chunk that only names the role is none.
+    `first_at` and `last_at` are the times of the first and last of them, None before. `done` says
+    that the stream ended as its protocol wants it; `error` holds the payload of an error event.
+    """
+
+    __slots__ = (
+        "_content",
+        "_empty",
+        "_finished",
+        "_held_usage",
+        "_keep_usage",
+        "_needle",
+        "_single",
+        "_tail",
+        "_usage_event",
+        "done",
+        "error",
+        "events",
+        "first_at",
+        "last_at",
+    )
+
+    def __init__(
+        self, content: ContentPattern, *, keep_usage: bool = False, choices: int = 1
+    ) -> None:
+        self._content = content
+        self._keep_usage = keep_usage
+        self._single = choices == 1
+        self._needle: bytes | None = None
+        self._empty = b""
+        self._tail = bytearray()
+        self._finished: set[int] = set()
+        self._held_usage = b""
+        self._usage_event = b""
+        self.events = 0
+        self.first_at: float | None = None
+        self.last_at: float | None = None
+        self.done = False
+        self.error: bytes | None = None
+
+    def feed(self, data: bytes, now: float) -> bytes:
+        """Take body bytes that came at `now`; return the whole events to pass on.
+
+        The common case is a read of whole content events, told by four byte scans. With several
+        choices one event may hold several needles, which would break the count, so those streams
+        take the long way.
+
+        Raises: BackendProtocolError for an event above `MAX_EVENT`.
+        """
+        needle = self._needle
+        if needle is not None and not self._tail and data.endswith(b"\n\n"):
+            found = data.count(needle) - data.count(self._empty)
+            if found == data.count(b"\n\n") and b'"usage"' not in data:
+                self.events += found
+                self.last_at = now
+                return data
+        return self._scan(data, now)
+
+    def finish(self, now: float) -> bytes:
+        """The answer ended cleanly; return what was held back."""
+        rest = bytes(self._tail)
+        self._tail.clear()
+        kept = self._take(rest, now) if rest else b""
+        held, self._held_usage = self._held_usage, b""
+        return held + kept
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer reached its end: `[DONE]`, or a reason to finish."""
+        return self.done or bool(self._finished)
+
+    def usage(self) -> Usage | None:
+        """What the engine reported last, or None."""
+        return usage_of(payload(self._usage_event)) if self._usage_event else None
+
+    def _scan(self, data: bytes, now: float) -> bytes:
+        tail = self._tail
+        start = max(len(tail) - 3, 0)
+        tail += data
+        kept, at = [], 0
+        for blank in _BLANK_LINE.finditer(tail, start):
+            end = blank.end()
+            kept.append(self._take(bytes(memoryview(tail)[at:end]), now))
+            at = end
+        if at:
+            del tail[:at]
+        if len(tail) > MAX_EVENT:
+            raise BackendProtocolError(f"one event exceeds {MAX_EVENT} bytes")
+        return b"".join(kept)
+
+    def _take(self, event: bytes, now: float) -> bytes:
+        """Classify one event; return the bytes that take its place."""
+        text = self._content.any.search(event)
+        if text is not None:
+            self._count(event, now)
+        if b"[DONE]" in event and payload(event) == b"[DONE]":
+            self.done = True
+            held, self._held_usage = self._held_usage, b""
+            return held + event
+        if _USAGE.search(event) is not None:
+            self._usage_event = event
+            if text is None and self._is_usage_only(event):
+                self._held_usage = event if self._keep_usage else b""
+                return b""
+        if _FINISH.search(event) is not None and self._repeats_finish(event, text is not None):
+            return b""
+        if text is None:
+            if _ERROR.search(event) is not None:
+                self._note_error(event)
+            elif b"response." in event:
+                self._note_end(event)
+        return event
+
+    def _count(self, event: bytes, now: float) -> None:
+        self.events += 1
+        self.last_at = now
+        if self.first_at is None:
+            self.first_at = now
+        if self._single:
+            for needle in self._content.needles:
+                if event.count(needle) - event.count(needle + b'"') == 1:
+                    self._needle, self._empty = needle, needle + b'"'
+                    return
+
+    def _is_usage_only(self, event: bytes) -> bool:
+        try:
+            return _decode_chunk(payload(event)).choices == []
+        except msgspec.DecodeError:
+            return False
+
+    def _repeats_finish(self, event: bytes, has_text: bool) -> bool:
+        """Whether the event only ends choices that have ended before."""
+        try:
+            choices = _decode_chunk(payload(event)).choices or []
+        except msgspec.DecodeError:
+            return False
+        ending = {choice.index for choice in choices if choice.finish_reason is not None}
+        repeated = bool(ending) and len(ending) == len(choices) and ending <= self._finished
+        self._finished |= ending
+        return repeated and not has_text
+
+    def _note_error(self, event: bytes) -> None:
+        data = payload(event)
+        try:
+            body = msgspec.json.decode(data)
+        except msgspec.DecodeError:
+            return
+        if isinstance(body, dict) and (body.get("error") or body.get("type") == "error"):
+            self.error = data
+
+    def _note_end(self, event: bytes) -> None:
+        """Events that end a stream of the Responses endpoint, which knows no `[DONE]`."""
+        if re.search(rb'"type"\s*:\s*"response\.(?:completed|incomplete|failed)"', event):
+            self.done = True
