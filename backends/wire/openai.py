@@ -190,6 +190,8 @@ class RequestParser:
         stands twice, and what the gateway cannot serve.
         """
         try:
+            if not body.isascii():
+                body.decode()  # the typed decode skips what it does not know, unchecked
             match surface.name:
                 case "chat":
                     facts = _chat(surface, _decode_chat(body))

@@ -27,7 +27,6 @@ MAX_EVENT = 4 << 20
 _BLANK_LINE = re.compile(rb"\n\r?\n|\r\r")
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _FINISH = re.compile(rb'"finish_reason"\s*:\s*"')
-_ERROR = re.compile(rb'"error"\s*:|^event:\s*error', re.MULTILINE)
 _DATA = re.compile(rb"(?:^|[\r\n])data:[ ]?([^\r\n]*)")
 
 
@@ -183,7 +182,7 @@ class StreamMeter:
         if _FINISH.search(event) is not None and self._repeats_finish(event, text is not None):
             return b""
         if text is None:
-            if _ERROR.search(event) is not None:
+            if b'"error"' in event:
                 self._note_error(event)
             elif b"response." in event:
                 self._note_end(event)
