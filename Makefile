@@ -38,12 +38,14 @@ $(VENV)/bin/python:
 
 # The gateway and its local fleet.
 $(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt requirements-local.txt
+	@echo "Installing gateway and local fleet into $(VENV): 220 MB, once."
 	$(PIP) install -q -c constraints.txt -e .
 	$(PIP) install -q --no-deps -r requirements-local.txt
 	touch $@
 
 # The same, with training, tests and linters.
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt requirements-local.txt
+	@echo "Installing everything the tests need into $(VENV), torch among it: once."
 	$(PIP) install -q -c constraints.txt -e '.[dev,train]'
 	$(PIP) install -q --no-deps -r requirements-local.txt
 	touch $@ $(VENV)/.run
