@@ -141,7 +141,8 @@ class EstimateColumns(NamedTuple):
     cached: Floats  # (n, c) prompt tokens found in the prefix cache
     sticky: Floats  # (n, c) 1 where the session ran before
     wait: Floats  # (n, c) s before prefill starts
-    p_slo: Floats  # (n, c) P(all limits met)
+    p_slo: Floats  # (n, c) P(all limits met), calibrated
+    p_raw: Floats  # (n, c) the same before calibration
     quality: Floats  # (n, c) P(answer good enough)
     ttft: Floats  # (n, c, U) s from now on
     tpot: Floats  # (n, c, U) s per token
@@ -196,6 +197,7 @@ def estimate_columns(n: int, c: int) -> EstimateColumns:
         sticky=np.zeros((n, c)),
         wait=np.zeros((n, c)),
         p_slo=np.zeros((n, c)),
+        p_raw=np.zeros((n, c)),
         quality=np.zeros((n, c)),
         ttft=np.zeros((n, c, u)),
         tpot=np.zeros((n, c, u)),

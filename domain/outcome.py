@@ -65,6 +65,7 @@ class Prediction:
     ttft: tuple[float, ...] = ()
     tpot: tuple[float, ...] = ()
     p_slo: float = 0.0
+    p_raw: float = 0.0
     quality: float = 0.0
     length_mean: float = 0.0
     length_p50: float = 0.0

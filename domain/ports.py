@@ -57,6 +57,11 @@ class Scorer(Protocol):
         """Whether the kernel reads the estimate columns."""
 
     @property
+    def random(self) -> bool:
+        """Whether the kernel reads the draws."""
+        ...
+
+    @property
     def params(self) -> Params:
         """Everything tuned or learned, one flat float64 vector."""
 

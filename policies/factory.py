@@ -1,0 +1,139 @@
+"""From policy configuration to scorer and decision core; the one place that knows every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from domain.events import (
+    Action,
+    Arrived,
+    AttemptEnded,
+    Commit,
+    Committed,
+    FirstToken,
+    Progress,
+    Reading,
+    Send,
+)
+from domain.fleet import FleetSpec
+from domain.outcome import Cause, Usage, UsageSource
+from domain.ports import Estimator, Scorer
+from domain.request import AUTO, InferenceRequest, Slo, SloClass, Tenant
+from policies.config import BestFitPolicy, PolicyConfig
+from policies.core import CoreOptions, DecisionCore
+
+
+def build_scorer(config: PolicyConfig) -> Scorer:
+    """The scorer of that kind; imports only its module."""
+    match config.kind:
+        case "best_fit":
+            from policies.scorers.best_fit import best_fit
+
+            return best_fit(config.ttft_margin, config.tpot_margin, config.e2e_margin)
+        case "lmetric":
+            from policies.scorers.lmetric import LMETRIC
+
+            return LMETRIC
+        case kind:
+            from policies.scorers import classic
+
+            return {
+                "random": classic.RANDOM,
+                "round_robin": classic.ROUND_ROBIN,
+                "weighted_round_robin": classic.WEIGHTED_ROUND_ROBIN,
+                "least_requests": classic.LEAST_REQUESTS,
+                "least_tokens": classic.LEAST_TOKENS,
+                "power_of_two": classic.POWER_OF_TWO,
+            }[kind]
+
+
+def build_core(
+    config: PolicyConfig,
+    *,
+    fleet: FleetSpec,
+    estimator: Estimator,
+    tenants: Sequence[Tenant],
+    classes: Sequence[SloClass],
+    now: float = 0.0,
+) -> DecisionCore:
+    """A fresh decision core; gateway and training both start here.
+
+    `now` is the shell's clock. The fallback policy is best-fit with its defaults.
+    """
+    options = CoreOptions(
+        hold=config.hold,
+        shed_below=config.shed_below,
+        explore=config.explore,
+        explore_within=config.explore_within,
+        max_attempts=config.max_attempts,
+        retry_share=config.retry_share,
+        queue_limit=config.queue_limit,
+        fairness=config.fairness,
+        alpha_max=config.alpha_max,
+        candidates=config.log_candidates,
+        seed=config.seed,
+    )
+    return DecisionCore(
+        fleet=fleet,
+        estimator=estimator,
+        scorer=build_scorer(config),
+        fallback=build_scorer(BestFitPolicy()),
+        tenants=tenants,
+        classes=classes,
+        options=options,
+        now=now,
+    )
+
+
+def warm(config: PolicyConfig, fleet: FleetSpec, estimator: Estimator) -> None:
+    """Compile, or load from the cache, every kernel that a core of this kind calls; seconds when
+    cold.
+
+    Runs a few requests through a core of its own; `estimator` should be one of its own too, since
+    it learns from them.
+    """
+    core = build_core(
+        config,
+        fleet=fleet,
+        estimator=estimator,
+        tenants=[Tenant(name="warm")],
+        classes=[SloClass(name="standard", rank=1)],
+    )
+    slo = Slo(ttft=10.0, tpot=1.0, e2e=1e6)  # type: ignore[arg-type] # seconds
+    count = 2 * len(fleet.replicas) + 2
+    now = 0.0
+    sends: list[Send] = []
+    for i in range(count):
+        now += 1e-3
+        request = InferenceRequest(
+            id=str(i), tenant="warm", model=AUTO, prompt_tokens=8.0, max_tokens=8.0, slo=slo, tie=i
+        )
+        sends += _committed(core, core.handle(Arrived(now, request)), now)
+    core.handle(Reading(now, 0, now, 1.0, 0.0, 0.1))
+    while sends:
+        send = sends.pop(0)
+        now += 1e-3
+        sends += _committed(core, core.handle(FirstToken(now, send.id, send.attempt)), now)
+        core.handle(Progress(now, (send.replica,), (send.slot,), (2,)))
+        end = AttemptEnded(
+            now,
+            send.id,
+            send.attempt,
+            Cause.FINISHED,
+            Usage(prompt=8, completion=2, source=UsageSource.COUNTED),
+            now,
+        )
+        sends += _committed(core, core.handle(end), now)
+
+
+def _committed(core: DecisionCore, actions: list[Action], now: float) -> list[Send]:
+    """Answer every Commit with yes and collect what is sent."""
+    sends: list[Send] = []
+    pending = list(actions)
+    while pending:
+        action = pending.pop(0)
+        if isinstance(action, Commit) and action.route is not None:
+            pending += core.handle(Committed(now, action.id, action.attempt))
+        elif isinstance(action, Send):
+            sends.append(action)
+    return sends

@@ -1,0 +1,73 @@
+"""The ledger's lines: what the core knows of each open request, from arrival to settlement.
+
+state       means                                          left by
+held        in the queue, nothing sent                     release, expiry, client gone
+committing  booked here, waiting for the store's answer    Committed, client gone
+sent        an attempt runs on a replica                   AttemptEnded, client gone
+(gone)      settled: the line is deleted                   -
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from domain.columns import Bools, Floats
+from domain.events import Candidate
+from domain.outcome import Prediction
+from domain.request import InferenceRequest, SloClass
+from policies.bucket import Account, Admission
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One booking: slot and replicas are the key under which the columns hold it."""
+
+    number: int
+    route: int
+    replica: int
+    prefill: int
+    slot: int
+    propensity: float
+    prediction: Prediction
+    candidates: tuple[Candidate, ...]
+    policy: str
+    version: str
+    sent: float | None = None
+    first_token: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One open request.
+
+    `prompt` and `expected` are whole tokens; `length_q` (Q,). `start_by` is the latest useful
+    start, `work` the predicted seconds of service on the fastest replica, `expires` when waiting
+    ends. `order` is the order of arrival.
+    """
+
+    request: InferenceRequest
+    slo_class: SloClass
+    account: Account
+    admission: Admission
+    arrived: float
+    order: int
+    allowed: Bools
+    prompt: float
+    expected: float
+    median: float
+    p90: float
+    length_q: Floats
+    start_by: float
+    work: float
+    expires: float
+    limits: tuple[float, float, float]
+    state: Literal["held", "committing", "sent", "gone"] = "held"
+    held_once: bool = False
+    ticket: int = 0
+    refusals: int = 0
+    attempts: int = 0
+    attempt: Attempt | None = None
+    first_sent: float | None = None
+    claim: int | None = None
+    excluded: list[int] = field(default_factory=list)

@@ -1,0 +1,180 @@
+"""The waiting room: deadline order at low load, shortest predicted work as load grows, fair between
+tenants.
+
+One lane per (tenant, set of allowed routes, class). In each, two heaps with static keys: latest
+useful start, and predicted work. A release looks at the heads of both heaps (K lines in all, two of
+each at least) of at most `LANES` lanes, least virtual time first, and ranks their union with the
+present weights; so its cost does not depend on how many wait. Lines of entries that have left stay
+in the heaps until they surface (their ticket no longer matches) or until they are the majority.
+
+Ranking key: start_by + alpha * work + fairness * (virtual time - least), seconds; alpha grows with
+load (the sliding weight of Niyama), virtual time is predicted work received over weight (virtual
+token counter, Sheng et al., OSDI 2024). A request older than its class's ageing bound comes before
+all that are not, oldest first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush, nsmallest
+from math import inf
+
+from policies.ledger import Entry
+
+LANES = 8
+Line = tuple[float, int, int, Entry]
+LaneKey = tuple[str, bytes, str]
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    tenant: str
+    by_start: list[Line] = field(default_factory=list)
+    by_work: list[Line] = field(default_factory=list)
+    waiting: int = 0
+
+
+class WaitingRoom:
+    """Held requests. `push`, `remove` and `expired` change it, `candidates` does not (beyond
+    dropping dead lines).
+    """
+
+    def __init__(self, *, k_best: int, fairness: float, alpha_max: float) -> None:
+        self._k = k_best
+        self._fairness = fairness
+        self._alpha_max = alpha_max
+        self._lanes: dict[LaneKey, _Lane] = {}
+        self._expiry: list[Line] = []
+        self._virtual: dict[str, float] = {}
+        self._waiting_of: dict[str, int] = {}
+        self._tickets = 0
+        self._ordered: dict[int, Entry] = {}
+        self.work = 0.0
+        """Predicted seconds of service that wait."""
+
+    def __len__(self) -> int:
+        return len(self._ordered)
+
+    def oldest(self, count: int) -> list[Entry]:
+        """The `count` longest-queued entries, oldest first."""
+        found: list[Entry] = []
+        for entry in self._ordered.values():
+            if len(found) == count:
+                break
+            found.append(entry)
+        return found
+
+    def push(self, entry: Entry) -> None:
+        """Add an entry; its state is the caller's to set."""
+        self._tickets += 1
+        entry.ticket = self._tickets
+        tenant = entry.request.tenant
+        key = (tenant, entry.allowed.tobytes(), entry.slo_class.name)
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = _Lane(tenant)
+        lane.waiting += 1
+        heappush(lane.by_start, (entry.start_by, entry.order, entry.ticket, entry))
+        heappush(lane.by_work, (entry.work, entry.order, entry.ticket, entry))
+        heappush(self._expiry, (entry.expires, entry.order, entry.ticket, entry))
+        if self._waiting_of.get(tenant, 0) == 0:
+            # A tenant that comes back does not spend the time it was away (VTC's lift).
+            active = [self._virtual[t] for t, n in self._waiting_of.items() if n > 0]
+            self._virtual[tenant] = max(self._virtual.get(tenant, 0.0), min(active, default=0.0))
+        self._waiting_of[tenant] = self._waiting_of.get(tenant, 0) + 1
+        self._ordered[entry.ticket] = entry
+        self.work += entry.work
+
+    def remove(self, entry: Entry) -> None:
+        """Take an entry out; its lines die where they are."""
+        if self._ordered.pop(entry.ticket, None) is None:
+            return
+        entry.ticket = 0
+        tenant = entry.request.tenant
+        key = (tenant, entry.allowed.tobytes(), entry.slo_class.name)
+        lane = self._lanes[key]
+        lane.waiting -= 1
+        self._waiting_of[tenant] -= 1
+        self.work = self.work - entry.work if self._ordered else 0.0
+        if lane.waiting == 0:
+            del self._lanes[key]
+        else:
+            for heap in (lane.by_start, lane.by_work):
+                _compact(heap, lane.waiting)
+        _compact(self._expiry, len(self._ordered))
+
+    def charge(self, entry: Entry, share: float) -> None:
+        """Count service given to the entry's tenant; `share` of its work in fleet seconds."""
+        tenant = entry.request.tenant
+        weight = entry.account.tenant.weight
+        self._virtual[tenant] = self._virtual.get(tenant, 0.0) + share * entry.work / weight
+
+    def expired(self, now: float) -> list[Entry]:
+        """Entries whose waiting ends by `now`; they stay until removed."""
+        found: list[Entry] = []
+        while self._expiry and (self._expiry[0][0] <= now or _dead(self._expiry[0])):
+            line = heappop(self._expiry)
+            if not _dead(line):
+                found.append(line[3])
+        return found
+
+    @property
+    def next_expiry(self) -> float:
+        """When the next waiting ends, inf if nothing waits."""
+        while self._expiry and _dead(self._expiry[0]):
+            heappop(self._expiry)
+        return self._expiry[0][0] if self._expiry else inf
+
+    def candidates(self, now: float, load: float) -> list[Entry]:
+        """At most K entries in the present order; `load` in [0, 1] slides from deadline to shortest
+        work.
+        """
+        if not self._ordered:
+            return []
+        virtual = self._virtual
+        lanes = list(self._lanes.values())
+        if len(lanes) > LANES:
+            lanes = nsmallest(LANES, lanes, key=lambda lane: virtual[lane.tenant])
+        half = max(self._k // (2 * len(lanes)), 2)
+        union: dict[int, Entry] = {}
+        for lane in lanes:
+            for heap in (lane.by_start, lane.by_work):
+                for line in _peek(heap, half):
+                    union[line[2]] = line[3]
+        for entry in self.oldest(1):
+            union[entry.ticket] = entry
+        least = min(virtual[lane.tenant] for lane in lanes)
+        alpha = self._alpha_max * load
+        fairness = self._fairness
+
+        def rank(entry: Entry) -> tuple[int, float, int]:
+            if now - entry.arrived > entry.slo_class.patience:
+                return (0, 0.0, entry.order)
+            key = entry.start_by + alpha * entry.work
+            key += fairness * (virtual[entry.request.tenant] - least)
+            return (1, key, entry.order)
+
+        return sorted(union.values(), key=rank)[: self._k]
+
+
+def _dead(line: Line) -> bool:
+    return line[3].ticket != line[2]
+
+
+def _peek(heap: list[Line], count: int) -> list[Line]:
+    """The first `count` live lines, left in the heap; dead ones on the way are dropped."""
+    live: list[Line] = []
+    while heap and len(live) < count:
+        line = heappop(heap)
+        if not _dead(line):
+            live.append(line)
+    for line in live:
+        heappush(heap, line)
+    return live
+
+
+def _compact(heap: list[Line], live: int) -> None:
+    """Rebuild a heap in which dead lines outnumber the live ones."""
+    if len(heap) > 2 * live + 64:
+        heap[:] = [line for line in heap if not _dead(line)]
+        heapify(heap)

@@ -1,0 +1,44 @@
+"""What every scorer is at run time: a name, a unit, flat parameters and a compiled kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Literal
+
+import numpy as np
+
+from domain.columns import Params
+from domain.ports import Kernel, Scorer
+
+
+def no_params() -> Params:
+    """The parameter vector of a scorer without parameters; one unused number, since kernels index
+    it.
+    """
+    return np.zeros(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KernelScorer:
+    """A compiled kernel with its parameters; conforms to `domain.ports.Scorer`.
+
+    `random` says that the kernel reads the draws: its logged propensity is then conditional on
+    them, and off-policy estimates must not use it.
+    """
+
+    name: str
+    kernel: Kernel
+    unit: Literal["rank", "value"] = "rank"
+    needs_estimates: bool = False
+    random: bool = False
+    params: Params = field(default_factory=no_params)
+
+    @property
+    def version(self) -> str:
+        """Name and a hash of the parameters."""
+        digest = blake2b(np.ascontiguousarray(self.params).tobytes(), digest_size=4).hexdigest()
+        return f"{self.name}-{digest}"
+
+
+_conforms: type[Scorer] = KernelScorer

@@ -1,0 +1,156 @@
+"""The estimator the decision core asks: length, latency, quality and the joint P(SLO), each
+replaceable.
+
+Here they are put together from running length quantiles, the roofline with on-line scales, quality
+priors of the variants and the calibrated joint probability; learned models replace the parts they
+beat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numba import njit
+
+from domain.columns import (
+    LOAD_GRID,
+    EstimateColumns,
+    FleetColumns,
+    Floats,
+    Mask,
+    RequestColumns,
+    Routes,
+)
+from domain.fleet import FleetSpec
+from domain.length import LengthDistribution
+from domain.native import compiled
+from domain.outcome import Cause, Outcome, UsageSource
+from domain.ports import Estimator
+from domain.request import InferenceRequest
+from predictors.joint import Reliability, calibrate_into
+from predictors.roofline import OnlineScales, roofline_into
+from predictors.running import RunningLengths
+
+MIDDLE = len(LOAD_GRID) // 2
+
+
+@njit(cache=True, error_model="numpy")
+def _fill(
+    requests: RequestColumns,
+    fleet: FleetColumns,
+    routes: Routes,
+    mask: Mask,
+    prefill_scale: Floats,
+    decode_scale: Floats,
+    spread: Floats,
+    curve: Floats,
+    quality: Floats,
+    now: float,
+    out: EstimateColumns,
+) -> None:
+    """Roofline, calibrated P(SLO) and quality priors (c,) in one call."""
+    roofline_into(requests, fleet, routes, mask, prefill_scale, decode_scale, spread, now, out)
+    calibrate_into(curve, mask, out.p_raw, out.p_slo)
+    for i in range(mask.shape[0]):
+        for c in range(mask.shape[1]):
+            if mask[i, c]:
+                out.quality[i, c] = quality[c]
+
+
+class BaselineEstimator:
+    """Running lengths, roofline with on-line scales, quality priors, calibrated P(SLO)."""
+
+    def __init__(self, lengths: RunningLengths | None = None) -> None:
+        self._lengths = lengths if lengths is not None else RunningLengths()
+        self._reliability = Reliability()
+        self._names: list[str] = []
+        self._scales = OnlineScales(np.zeros(0))
+        self._quality = np.zeros(0)
+        self._native: Callable[..., None] | None = None
+
+    @property
+    def version(self) -> str:
+        """Changes when the arithmetic does, not with what was learned on line."""
+        return "baseline-1"
+
+    def bind(self, fleet: FleetSpec, routes: Routes) -> None:
+        """Take the fleet in; scales of replicas that stay, by name, are kept."""
+        scales = OnlineScales(np.array([r.profile.uncertainty for r in fleet.replicas]))
+        for i, replica in enumerate(fleet.replicas):
+            if replica.name in self._names:
+                scales.copy_from(self._scales, self._names.index(replica.name), i)
+        self._names = [r.name for r in fleet.replicas]
+        self._scales = scales
+        self._quality = np.array([fleet.variants[v].quality for v in routes.variant.tolist()])
+
+    def length(self, request: InferenceRequest) -> LengthDistribution:
+        """The running distribution of the request's model and text group."""
+        return self._lengths.distribution(request.model, request.text_group)
+
+    def fill(
+        self,
+        requests: RequestColumns,
+        fleet: FleetColumns,
+        routes: Routes,
+        mask: Mask,
+        now: float,
+        out: EstimateColumns,
+        requests_of: Sequence[InferenceRequest],  # noqa: ARG002 - learned estimators read features
+    ) -> None:
+        """Write wait, TTFT, TPOT, quality and P(SLO) where the mask is set; `out.cached` is an
+        input.
+        """
+        scales, curve = self._scales, self._reliability.curve
+        if self._native is None:
+            self._native = compiled(
+                _fill,
+                requests,
+                fleet,
+                routes,
+                mask,
+                scales.prefill,
+                scales.decode,
+                scales.spread,
+                curve,
+                self._quality,
+                0.0,
+                out,
+            )
+        self._native(
+            requests,
+            fleet,
+            routes,
+            mask,
+            scales.prefill,
+            scales.decode,
+            scales.spread,
+            curve,
+            self._quality,
+            now,
+            out,
+        )
+
+    def learn(self, outcome: Outcome) -> None:
+        """Take one outcome in: lengths from engine counts, scales from first tokens, P(SLO) from
+        limits met.
+        """
+        request, usage = outcome.request, outcome.usage
+        if outcome.cause is Cause.FINISHED and usage.source is not UsageSource.NONE:
+            cut = request.max_tokens is not None and usage.completion >= request.max_tokens
+            per_choice = usage.completion / max(request.choices, 1)
+            self._lengths.observe(request.model, request.text_group, per_choice, censored=cut)
+        prediction = outcome.prediction
+        if prediction is None or outcome.replica is None or outcome.sent is None:
+            return
+        if outcome.first_token is not None and request.stream:
+            self._scales.learn_ttft(
+                outcome.replica, prediction.ttft[MIDDLE], outcome.first_token - outcome.sent
+            )
+        if outcome.tpot is not None and request.stream and usage.completion >= 4:
+            self._scales.learn_tpot(outcome.replica, prediction.tpot[MIDDLE], outcome.tpot)
+        if outcome.met is not None and outcome.cause is not Cause.SHED:
+            self._reliability.observe(prediction.p_raw, met=outcome.met)
+
+
+_conforms: type[Estimator] = BaselineEstimator

@@ -1,0 +1,15 @@
+"""From predictor configuration to the estimator that the core asks."""
+
+from __future__ import annotations
+
+from domain.ports import Estimator
+from predictors.config import EstimatorConfig
+
+
+def build_estimator(config: EstimatorConfig) -> Estimator:
+    """The configured estimator; imports only what that kind needs."""
+    match config.kind:
+        case "baseline":
+            from predictors.estimator import BaselineEstimator
+
+            return BaselineEstimator()
