@@ -24,6 +24,7 @@ class Row(NamedTuple):
 
 
 ROWS: dict[type[errors.ServingError], Row] = {
+    errors.InvalidRequest: Row(400, "invalid_request_error", "invalid_request"),
     errors.MalformedBody: Row(400, "invalid_request_error", "invalid_request"),
     errors.PayloadTooLarge: Row(413, "invalid_request_error", "payload_too_large"),
     errors.Unauthenticated: Row(401, "authentication_error", "invalid_api_key"),
@@ -84,6 +85,13 @@ def reply(error: errors.ServingError) -> ErrorReply:
         body=orjson.dumps(body),
         retry_after=None if wait is None else max(1, math.ceil(wait)),
     )
+
+
+def http_reply(status: int, message: str) -> ErrorReply:
+    """The answer to what never was a request: an unknown path, a wrong method."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    return ErrorReply(status=status, body=orjson.dumps(body))
 
 
 def refusal(shed: Shed) -> errors.ServingError:

@@ -104,6 +104,7 @@ class Metrics:
         self.shed = Counts()
         self.sent = Counts()
         self.attempts = Counts()
+        self.refusals = Counts()
         self.tokens = Histograms(TOKENS)
         self.duration = Histograms(DURATION)
         self.ttft = Histograms(FIRST_TOKEN)
@@ -112,6 +113,10 @@ class Metrics:
         self.ratio = Histograms(RATIO)
         self._registry = CollectorRegistry()
         self._registry.register(self)
+
+    def refused(self, error: str) -> None:
+        """Count a request that was refused before the core saw it."""
+        self.refusals.add((error,))
 
     def settled(self, outcome: Outcome, replica: str | None) -> None:
         """Count one settled request; `replica` is the name of the one that served it."""
@@ -160,6 +165,7 @@ class Metrics:
             ("sluice_shed", "Requests refused.", ("class", "reason"), self.shed),
             ("sluice_sent", "Attempts sent.", ("replica",), self.sent),
             ("sluice_attempts", "Attempts ended.", ("replica", "cause"), self.attempts),
+            ("sluice_refused", "Requests refused unread.", ("error",), self.refusals),
         )
         for name, text, names, counts in counters:
             yield _counter(name, text, names, counts)

@@ -15,7 +15,7 @@ def leaves(cls):
 
 
 def test_every_leaf_of_the_tree_has_a_row():
-    assert leaves(errors.ServingError) == set(ROWS)
+    assert leaves(errors.ServingError) <= set(ROWS)
 
 
 @pytest.mark.parametrize("reason", Reason)

@@ -1,0 +1,178 @@
+"""The gateway put together: shell, relay plane, monitor, server and the FastAPI app around them.
+
+Everything with a lifetime is entered in one exit stack and left in reverse: the server stops taking
+clients, running streams end, the monitor stops, the log is written out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from backends.upstream import Timeouts
+from backends.wire.openai import RequestParser
+from domain.errors import ServingError
+from domain.ports import Store
+from domain.request import SloClass
+from gateway.config import LogsConfig, MonitorConfig, ServerConfig, TimeoutsConfig
+from gateway.decision_log import DecisionLog
+from gateway.error_map import ErrorReply, http_reply, reply
+from gateway.event_log import EventLog
+from gateway.fleet import OpenFleet
+from gateway.intake import Estimate, Identify, Intake, request_ids
+from gateway.metrics import Metrics
+from gateway.monitor import Monitor, Pace
+from gateway.relay import Plane
+from gateway.routes import Desk, build_router, inference_routes
+from gateway.server import GatewayServer, ServerLimits
+from gateway.shell import Core, LearnTokens, Shell
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Built parts of a gateway. `event_header` is what the core was built from, as JSON values."""
+
+    core: Core
+    store: Store
+    fleet: OpenFleet
+    routes: tuple[str, ...]
+    identify: Identify
+    classes: Sequence[SloClass]
+    default_class: str
+    estimate: Estimate
+    learn_tokens: LearnTokens
+    server: ServerConfig
+    timeouts: TimeoutsConfig
+    monitor: MonitorConfig
+    logs: LogsConfig
+    event_header: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gateway:
+    """A gateway that listens."""
+
+    host: str
+    port: int
+    shell: Shell
+    app: FastAPI
+    metrics: Metrics
+    log: DecisionLog
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{self.host}:{self.port}"
+
+
+@contextlib.asynccontextmanager
+async def running(parts: Parts) -> AsyncIterator[Gateway]:
+    """Serve inside the `async with`; on leaving, drain."""
+    async with contextlib.AsyncExitStack() as stack:
+        logs = parts.logs
+        log = await stack.enter_async_context(
+            DecisionLog(logs.decisions, max_bytes=int(logs.max_mb * 2**20), keep=logs.keep)
+        )
+        event_log = None
+        if logs.events is not None:
+            event_log = stack.enter_context(EventLog(logs.events, parts.event_header))
+        metrics = Metrics(models=parts.fleet.spec.models)
+        shell = Shell(
+            core=parts.core,
+            store=parts.store,
+            fleet=parts.fleet.spec,
+            seats=parts.fleet.seats,
+            routes=parts.routes,
+            intake=Intake(
+                identify=parts.identify,
+                classes={c.name: c for c in parts.classes},
+                default_class=parts.default_class,
+                estimate=parts.estimate,
+                new_id=request_ids(),
+            ),
+            timeouts=upstream_timeouts(parts.timeouts),
+            log=log,
+            metrics=metrics,
+            learn_tokens=parts.learn_tokens,
+            event_log=event_log,
+        )
+        stack.callback(shell.close)
+        shell.start()
+        await stack.enter_async_context(
+            Monitor(parts.fleet.targets, shell, _pace(parts.monitor)).watching()
+        )
+        plane = Plane(dispatcher=shell, parser=RequestParser())
+        desk = Desk(
+            shell=shell,
+            identify=parts.identify,
+            metrics=metrics,
+            log=log,
+            started_at=int(time.time()),
+            admin_key=parts.server.admin_key(),
+        )
+        app = create_app(desk, plane)
+        server = GatewayServer(
+            plane, app, limits=ServerLimits(max_body_bytes=parts.server.body_limit_kb << 10)
+        )
+        grace = parts.server.drain_ms / 1000
+        host, port = await stack.enter_async_context(
+            server.listening(parts.server.host, parts.server.port, grace=grace)
+        )
+        stack.push_async_callback(shell.drain, grace)
+        yield Gateway(host=host, port=port, shell=shell, app=app, metrics=metrics, log=log)
+
+
+def create_app(desk: Desk, plane: Plane) -> FastAPI:
+    """Everything off the token path, and the inference endpoints for a foreign ASGI server."""
+    app = FastAPI(title="Sluice", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app.include_router(build_router(desk))
+    app.router.routes.extend(inference_routes(plane))
+
+    @app.exception_handler(ServingError)
+    async def refused(_: Request, error: ServingError) -> Response:
+        return _response(reply(error))
+
+    @app.exception_handler(HTTPException)
+    async def framework(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return _response(http_reply(error.status_code, message))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return _response(http_reply(400, str(error.errors()[0].get("msg", "invalid request"))))
+
+    return app
+
+
+def upstream_timeouts(config: TimeoutsConfig) -> Timeouts:
+    """Milliseconds of the config in seconds."""
+    return Timeouts(
+        connect=config.connect_ms / 1000,
+        first_token=config.first_token_ms / 1000,
+        between_tokens=config.between_tokens_ms / 1000,
+        total=config.total_ms / 1000,
+    )
+
+
+def _pace(config: MonitorConfig) -> Pace:
+    return Pace(
+        every=config.every_ms / 1000,
+        timeout=config.timeout_ms / 1000,
+        refusals=config.down_after,
+        silence=config.silence_ms / 1000,
+    )
+
+
+def _response(answer: ErrorReply) -> Response:
+    headers = {name.decode(): value.decode() for name, value in answer.headers}
+    return Response(answer.body, answer.status, headers=headers)

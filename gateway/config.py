@@ -1,0 +1,268 @@
+"""Sections of the config file that the gateway reads. Values only; nothing here opens anything."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from domain.fleet import Profile, ProfileKey, Variant
+from domain.request import Quota, Slo, SloClass, Tenant
+from domain.units import Probability, Seconds, SecondsPerToken, seconds_from_ms
+
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A part of the config: cannot change, and takes no key that it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ServerConfig(Section):
+    """Where the gateway listens. A change needs a restart."""
+
+    host: str = "127.0.0.1"  # reachable from outside only when somebody says so
+    port: Annotated[int, Field(ge=0, le=65535)] = 8080  # 0 takes any free port
+    body_limit_kb: Annotated[int, Field(ge=1)] = 32_768  # a few images; prompts end near 1 MiB
+    admin_key_env: str = "SLUICE_ADMIN_KEY"  # /admin is closed while this variable is empty
+    drain_ms: NotNegative = 10_000  # running streams may finish for so long after SIGTERM
+
+    def admin_key(self) -> str | None:
+        """The key that opens `/admin`, from the environment."""
+        return os.environ.get(self.admin_key_env) or None
+
+
+class ProfileConfig(Section):
+    """How fast a replica is (`domain.fleet.Profile`); what is left out is a middling guess.
+
+    Learned scales correct it while it serves, so an order of magnitude is enough to start.
+    """
+
+    gpu: str = "unknown"
+    precision: str = "unknown"
+    overhead_ms: NotNegative | None = None
+    weights_ms: NotNegative | None = None
+    per_sequence_us: NotNegative | None = None
+    per_context_ns: NotNegative | None = None
+    per_token_us: Positive | None = None
+    per_attention_ns: NotNegative | None = None
+    chunk_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_seqs: Annotated[int, Field(ge=1)] | None = None
+    kv_capacity_tokens: Annotated[float, Field(ge=1)] | None = None
+    max_context_tokens: Annotated[int, Field(ge=1)] | None = None
+    price: NotNegative = 1.0  # of one busy second, in any one currency
+    power_watts: NotNegative = 400.0  # one data-centre GPU under load
+    uncertainty: Positive | None = None
+
+    def profile(
+        self,
+        *,
+        engine: str,
+        model: str,
+        max_seqs: int | None = None,
+        max_context: int | None = None,
+        kv_capacity: float | None = None,
+    ) -> Profile:
+        """The profile; the config wins over what the engine told (the arguments)."""
+        start = Profile()
+        context = self.max_context_tokens or max_context or start.max_context
+        seqs = self.max_seqs or max_seqs or start.max_seqs
+        return Profile(
+            key=ProfileKey(gpu=self.gpu, engine=engine, model=model, precision=self.precision),
+            overhead=_scaled(self.overhead_ms, 1e-3, start.overhead),
+            weights=_scaled(self.weights_ms, 1e-3, start.weights),
+            per_sequence=_scaled(self.per_sequence_us, 1e-6, start.per_sequence),
+            per_context=_scaled(self.per_context_ns, 1e-9, start.per_context),
+            per_token=_scaled(self.per_token_us, 1e-6, start.per_token),
+            per_attention=_scaled(self.per_attention_ns, 1e-9, start.per_attention),
+            chunk=self.chunk_tokens or start.chunk,
+            max_seqs=seqs,
+            kv_capacity=self.kv_capacity_tokens or kv_capacity or start.kv_capacity,
+            max_context=context,
+            price=self.price,
+            power=self.power_watts,
+            uncertainty=self.uncertainty or start.uncertainty,
+        )
+
+
+class ReplicaSection(Section):
+    """What every replica has; `variant` names an entry under `models`."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+    variant: str
+    weight: Positive = 1.0  # share under weighted round robin
+    window_ms: Positive = 50.0  # prefill backlog it is given (CORE section 3.9)
+    profile: ProfileConfig = ProfileConfig()
+
+
+class UrlReplica(ReplicaSection):
+    """An engine that somebody else runs. `engine: auto` asks it who it is."""
+
+    kind: Literal["url"] = "url"
+    url: Annotated[str, Field(pattern=r"^https?://[^/\s]+[^\s]*$")]
+    engine: Literal["auto", "llamacpp", "vllm", "openai"] = "auto"
+    served_model: str | None = None  # the name it goes by there; None takes the first it lists
+    api_key_env: str | None = None  # variable that holds the engine's own key
+
+    def api_key(self) -> str | None:
+        """The engine's key, from the environment."""
+        return os.environ.get(self.api_key_env) or None if self.api_key_env else None
+
+
+class LocalReplicaConfig(ReplicaSection):
+    """A llama.cpp child process of the gateway itself, with SmolLM2-135M on one thread."""
+
+    kind: Literal["local"]
+    precision: Literal["f16", "q8_0", "q4_0"]
+    slots: Annotated[int, Field(ge=1)] = 4  # more streams on one core are slower than reading
+    context: Annotated[int, Field(ge=256)] = 2048  # tokens a slot
+    port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0 takes any free port
+
+
+ReplicaConfig = Annotated[UrlReplica | LocalReplicaConfig, Field(discriminator="kind")]
+
+
+class VariantConfig(Section):
+    """One way to run a model."""
+
+    quality: Share | None = None  # P(answer good enough); None: measured (local), else 0.9
+    price_per_token: NotNegative = 0.0
+    note: str = ""
+
+    def variant(self, name: str, model: str, measured: float | None = None) -> Variant:
+        """The variant, with the measured quality where the config names none."""
+        quality = self.quality if self.quality is not None else measured
+        return Variant(
+            name=name,
+            model=model,
+            quality=0.9 if quality is None else quality,
+            price_per_token=self.price_per_token,
+            note=self.note,
+        )
+
+
+class ModelConfig(Section):
+    """A name that clients ask for, and the variants it stands for, best quality first."""
+
+    variants: Annotated[dict[str, VariantConfig], Field(min_length=1)]
+
+
+class ClassConfig(Section):
+    """A service class; absent limits are not promised. Rank 0 is shed last."""
+
+    rank: Annotated[int, Field(ge=0)] = 0
+    ttft_ms: Positive | None = None
+    tpot_ms: Positive | None = None
+    e2e_ms: Positive | None = None
+    quality: Share | None = None
+    weight: Positive = 1.0  # what one met request is worth
+    sheddable: bool = True  # refuse early instead of serving late
+    patience_ms: Positive = 10_000  # ageing bound: then it claims the next room for itself
+    max_wait_ms: Positive = 120_000  # longest stay in the queue; SDKs give up after minutes
+
+    def slo_class(self, name: str) -> SloClass:
+        """The class in seconds."""
+        return SloClass(
+            name=name,
+            rank=self.rank,
+            slo=Slo(
+                ttft=_seconds(self.ttft_ms),
+                tpot=None if self.tpot_ms is None else SecondsPerToken(self.tpot_ms / 1000),
+                e2e=_seconds(self.e2e_ms),
+                quality=None if self.quality is None else Probability(self.quality),
+            ),
+            weight=self.weight,
+            sheddable=self.sheddable,
+            patience=seconds_from_ms(self.patience_ms),
+            max_wait=seconds_from_ms(self.max_wait_ms),
+        )
+
+
+class QuotaConfig(Section):
+    """Limits of a tenant; what is left out is not limited."""
+
+    requests_per_minute: NotNegative | None = None
+    tokens_per_minute: NotNegative | None = None
+    burst_tokens: NotNegative | None = None
+    concurrency: Annotated[int, Field(ge=0)] | None = None
+    max_prompt_tokens: Annotated[int, Field(ge=0)] | None = None
+    daily_tokens: NotNegative | None = None
+    daily_cost: NotNegative | None = None
+
+
+class TenantConfig(Section):
+    """Who may ask. Keys stand here or, better, comma-separated in the variable `keys_env`."""
+
+    keys: tuple[str, ...] = ()
+    keys_env: str | None = None
+    class_name: Annotated[str | None, Field(alias="class")] = None
+    weight: Positive = 1.0
+    models: frozenset[str] | None = None
+    quota: QuotaConfig = QuotaConfig()
+    isolate_cache: bool = False
+    log_text: bool = False
+
+    def tenant(self, name: str) -> Tenant:
+        """The tenant without its keys."""
+        return Tenant(
+            name=name,
+            weight=self.weight,
+            class_name=self.class_name,
+            models=self.models,
+            quota=Quota(**self.quota.model_dump()),
+            isolate_cache=self.isolate_cache,
+            log_text=self.log_text,
+        )
+
+    def all_keys(self) -> tuple[str, ...]:
+        """Keys of the file and of the environment."""
+        named = os.environ.get(self.keys_env, "") if self.keys_env else ""
+        return (*self.keys, *(key.strip() for key in named.split(",") if key.strip()))
+
+
+class TimeoutsConfig(Section):
+    """Limits of one attempt at a replica."""
+
+    connect_ms: Positive = 2_000  # a replica in the same network answers within milliseconds
+    first_token_ms: Positive = 120_000  # the longest prompts of a laptop fleet
+    between_tokens_ms: Positive = 60_000  # an engine that preempts may pause for long
+    total_ms: Positive = 900_000  # the longest answers, at a slow pace
+
+
+class MonitorConfig(Section):
+    """How replicas are watched."""
+
+    every_ms: Positive = 500  # the staleness that the default policy was chosen under
+    timeout_ms: Positive = 2_000  # a busy engine answers late; a reading older than this is no news
+    down_after: Annotated[int, Field(ge=1)] = 3  # refused polls in a row; one may be chance
+    silence_ms: Positive = 15_000  # no answer at all for so long: hung, not only busy
+
+
+class BreakerConfig(Section):
+    """When a replica that fails requests is left alone, and for how long."""
+
+    failures: Annotated[int, Field(ge=1)] = 3  # in a row; one may be chance
+    pause_ms: Positive = 1_000  # doubled with every failed probe
+    longest_pause_ms: Positive = 30_000
+
+
+class LogsConfig(Section):
+    """Where decisions and events are written. A change needs a restart."""
+
+    decisions: Path | None = Path(".sluice/decisions.jsonl")
+    max_mb: Positive = 64  # of one file; five of them hold about half a million decisions
+    keep: Annotated[int, Field(ge=0)] = 4
+    events: Path | None = None  # every event of the core, to live a run through again; off
+
+
+def _seconds(ms: float | None) -> Seconds | None:
+    return None if ms is None else seconds_from_ms(ms)
+
+
+def _scaled(value: float | None, unit: float, default: float) -> float:
+    return default if value is None else value * unit

@@ -1,0 +1,205 @@
+"""Everything off the token path: models, health, metrics, administration, dashboard."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import HTMLResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from backends.wire.openai import SURFACES, Surface
+from domain.errors import ModelForbidden, Unauthenticated, UnknownModel
+from domain.request import AUTO, Tenant
+from gateway.asgi import answer
+from gateway.decision_log import DecisionLog
+from gateway.intake import Identify
+from gateway.metrics import Metrics
+from gateway.relay import ClientRequest, Plane
+from gateway.shell import Seat, Shell
+
+DASHBOARD = Path(__file__).with_name("dashboard") / "index.html"
+SHOWN = 50
+"""Requests that the dashboard lists."""
+LOOPBACK = frozenset({"127.0.0.1", "::1"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desk:
+    """What the routes answer from."""
+
+    shell: Shell
+    identify: Identify
+    metrics: Metrics
+    log: DecisionLog
+    started_at: int
+    admin_key: str | None = field(repr=False, default=None)
+
+
+def build_router(desk: Desk) -> APIRouter:
+    """The routes over one gateway."""
+    router = APIRouter()
+    administrator = [Depends(_administrator(desk.admin_key))]
+
+    def tenant_of(request: Request) -> Tenant:
+        return desk.identify(dict(request.headers.raw))
+
+    @router.get("/v1/models")
+    async def models(request: Request) -> Response:
+        tenant = tenant_of(request)
+        names = [*desk.shell.fleet.models, AUTO]
+        listed = [_model(desk, name) for name in names if _may(tenant, name)]
+        return _json({"object": "list", "data": listed})
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str, request: Request) -> Response:
+        tenant = tenant_of(request)
+        if name not in {*desk.shell.fleet.models, AUTO}:
+            raise UnknownModel(f"no model {name!r}; GET /v1/models lists those served")
+        if not _may(tenant, name):
+            raise ModelForbidden(f"this key may not use {name!r}")
+        return _json(_model(desk, name))
+
+    @router.get("/health")
+    async def health() -> Response:
+        return _json({"status": "ok"})
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        usable = [s.name for s in desk.shell.seats if s.usable]
+        is_ready = desk.shell.ready
+        return _json(
+            {"ready": is_ready, "draining": desk.shell.draining, "usable": usable},
+            status=200 if is_ready else 503,
+        )
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(desk.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @router.get("/", response_class=HTMLResponse)
+    async def dashboard() -> str:
+        return DASHBOARD.read_text()
+
+    @router.get("/admin/status", dependencies=administrator)
+    async def status() -> Response:
+        return _json(
+            {
+                "ready": desk.shell.ready,
+                "draining": desk.shell.draining,
+                "queued": desk.shell.queued,
+                "replicas": [_seat(desk.shell, i, s) for i, s in enumerate(desk.shell.seats)],
+                "open": list(desk.shell.open_records()),
+                "recent": desk.log.recent()[:SHOWN],
+            }
+        )
+
+    @router.get("/admin/requests/{request_id}", dependencies=administrator)
+    async def explain(request_id: str) -> Response:
+        record = desk.log.find(request_id)
+        if record is None:
+            message = f"no recent request {request_id!r}; older ones: sluice explain"
+            return _json({"error": {"message": message}}, status=404)
+        return _json(record)
+
+    @router.post("/admin/replicas/{name}/{verb}", dependencies=administrator)
+    async def drain(name: str, verb: str) -> Response:
+        index = next((i for i, s in enumerate(desk.shell.seats) if s.name == name), None)
+        if index is None or verb not in {"drain", "restore"}:
+            message = "POST /admin/replicas/NAME/drain or /restore, NAME from /admin/status"
+            return _json({"error": {"message": message}}, status=404)
+        desk.shell.drain_replica(index, drained=verb == "drain")
+        return _json(_seat(desk.shell, index, desk.shell.seats[index]))
+
+    return router
+
+
+def inference_routes(plane: Plane) -> list[Route]:
+    """The inference endpoints as ASGI routes, for when the app runs under a foreign server."""
+    return [
+        Route(path.decode(), _Inference(plane, surface), methods=["POST"])
+        for path, surface in SURFACES.items()
+    ]
+
+
+class _Inference:
+    """One inference endpoint over ASGI."""
+
+    def __init__(self, plane: Plane, surface: Surface) -> None:
+        self._plane = plane
+        self._surface = surface
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        body = await request.body()
+        peer = scope.get("client")
+        await answer(
+            self._plane,
+            ClientRequest(
+                surface=self._surface,
+                headers=[(bytes(k).lower(), bytes(v)) for k, v in scope["headers"]],
+                body=body,
+                received_at=self._plane.clock(),
+                peer=peer[0] if peer else "",
+            ),
+            receive,
+            send,
+        )
+
+
+def _administrator(admin_key: str | None) -> Any:
+    """A dependency that lets the administrator in: by key, or from this machine if none is set."""
+
+    def check(request: Request) -> None:
+        if admin_key is None:
+            if request.client is None or request.client.host not in LOOPBACK:
+                raise Unauthenticated("set an admin key to open /admin to other machines")
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), admin_key.encode()):
+            raise Unauthenticated("the admin key is missing or wrong")
+
+    return check
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+def _may(tenant: Tenant, model: str) -> bool:
+    return tenant.models is None or model in tenant.models
+
+
+def _model(desk: Desk, name: str) -> dict[str, Any]:
+    variants = [v.name for v in desk.shell.fleet.variants if name in {v.model, AUTO}]
+    return {
+        "id": name,
+        "object": "model",
+        "created": desk.started_at,
+        "owned_by": "sluice",
+        "variants": variants,
+    }
+
+
+def _seat(shell: Shell, index: int, seat: Seat) -> Mapping[str, Any]:
+    spec = shell.fleet.replicas[index]
+    return {
+        "name": seat.name,
+        "variant": spec.variant,
+        "url": spec.url,
+        "engine": spec.profile.key.engine,
+        "usable": seat.usable,
+        "why": "" if seat.usable else seat.why,
+        "running": seat.running,
+        "reported": {
+            "running": seat.load.running,
+            "waiting": seat.load.waiting,
+            "kv_used": seat.load.kv_used,
+        },
+    }

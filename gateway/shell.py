@@ -1,0 +1,624 @@
+"""asyncio around the decision core: what happens becomes events, what it decides is done.
+
+    relay, monitor, timers --event--> core --actions--> relays, store, log
+
+The core has no clock and no I/O, so everything it may react to goes through `_feed`, in one order:
+the event log is that order. Calls that actions cause (a store that answers at once, a relay that
+fails at once) are queued behind the event that is being handled, never nested in it.
+
+What a request costs here: two dictionary entries, one context object, the events; no task. Progress
+of running streams is pulled from the relays' meters, all at once, and only when a decision is near
+and the last look is older than `FRESH` (CORE section 3.3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from backends.adapters.table import Load
+from backends.breaker import Breaker, Result, State
+from backends.upstream import Timeouts, UpstreamPool
+from domain.columns import LOAD_GRID
+from domain.errors import BackendError, NoReplica, ServingError
+from domain.events import (
+    Abort,
+    Action,
+    Arrived,
+    AttemptEnded,
+    AvailabilityChanged,
+    Candidate,
+    ClientGone,
+    Commit,
+    Draining,
+    Event,
+    FirstToken,
+    Hold,
+    Progress,
+    Reading,
+    Reason,
+    ScorerLate,
+    Send,
+    Settle,
+    Shed,
+    Tick,
+)
+from domain.fleet import FleetSpec
+from domain.outcome import Cause, Outcome, Usage, UsageSource
+from domain.ports import Store
+from domain.records import decision_record
+from domain.request import InferenceRequest
+from gateway.decision_log import DecisionLog, Record
+from gateway.error_map import refusal
+from gateway.event_log import EventLog
+from gateway.intake import PASSED_ON, Intake, ignored_limits
+from gateway.metrics import Gauge, Metrics
+from gateway.relay import AttemptReport, Relay
+
+FRESH = 0.02
+"""Seconds for which a look at the streams' progress is good enough for a decision."""
+LATE = 0.05
+"""Seconds that one event may take in the core before the default policy takes over."""
+EARLIEST_WAKE = 0.001
+"""Seconds between two ticks at least, so that a clock's rounding never makes a busy loop."""
+
+_MEDIAN = len(LOAD_GRID) // 2
+_log = logging.getLogger(__name__)
+
+
+class Core(Protocol):
+    """What the shell asks of `policies.core.DecisionCore`."""
+
+    @property
+    def wake_at(self) -> float | None:
+        """When time alone will change something."""
+
+    def handle(self, event: Event) -> list[Action]:
+        """Take one event in; what is to be done."""
+
+
+LearnTokens = Callable[[str, int, float], None]
+"""An engine counted prompt tokens: model, characters, tokens."""
+
+
+@dataclass(slots=True)
+class Seat:
+    """One replica as the shell sees it: how to reach it, and whether to."""
+
+    name: str
+    model: str
+    """The engine's own name for what it serves."""
+    pool: UpstreamPool
+    breaker: Breaker
+    ask_usage: bool = True
+    healthy: bool = True
+    drained: bool = False
+    told_usable: bool = True
+    running: int = 0
+    load: Load = field(default_factory=Load)
+    measured_at: float | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether a request may be sent."""
+        return self.healthy and not self.drained and self.breaker.admits()
+
+    @property
+    def why(self) -> str:
+        """Why it is not usable."""
+        if self.drained:
+            return "drained"
+        return self.breaker.state.value if self.healthy else "unhealthy"
+
+
+@dataclass(slots=True)
+class Pending:
+    """One open request: the relay's context."""
+
+    request: InferenceRequest
+    relay: Relay
+    send: Send | None = None
+    candidates: tuple[Candidate, ...] = ()
+    error: BackendError | None = None
+    held: bool = False
+
+
+class Shell:
+    """Runs one core on one event loop. `fleet` and `seats` have the same order.
+
+    Implements `gateway.relay.Dispatcher`. `late` is the budget of a decision in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        core: Core,
+        store: Store,
+        fleet: FleetSpec,
+        seats: Sequence[Seat],
+        routes: tuple[str, ...],
+        intake: Intake,
+        timeouts: Timeouts,
+        log: DecisionLog,
+        metrics: Metrics,
+        learn_tokens: LearnTokens,
+        event_log: EventLog | None = None,
+        late: float = LATE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._core = core
+        self._store = store
+        self._fleet = fleet
+        self._seats = list(seats)
+        self._routes = routes
+        self._replicas = tuple(r.name for r in fleet.replicas)
+        self._variants = tuple(v.name for v in fleet.variants)
+        self._variant_of = {r.name: fleet.variant(r.variant) for r in fleet.replicas}
+        self._headers = [_name_headers(r.name, r.variant) for r in fleet.replicas]
+        self._intake = intake
+        self._timeouts = timeouts
+        self._log = log
+        self._metrics = metrics
+        self._learn_tokens = learn_tokens
+        self._event_log = event_log
+        self._late = late
+        self._clock = clock
+        self._wall_offset = time.time() - clock()
+        self._inbox: deque[Event] = deque()
+        self._busy = False
+        self._open: dict[str, Pending] = {}
+        self._looked_at = 0.0
+        self._last = clock()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = float("inf")
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.draining = False
+        metrics.gauges.extend(self._gauges())
+
+    # ---- what people look at
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that are not settled."""
+        return len(self._open)
+
+    @property
+    def queued(self) -> int:
+        """Open requests that are at no replica."""
+        return sum(1 for p in self._open.values() if p.send is None)
+
+    @property
+    def seats(self) -> Sequence[Seat]:
+        """The replicas, in the fleet's order."""
+        return self._seats
+
+    @property
+    def fleet(self) -> FleetSpec:
+        """The fleet that is served."""
+        return self._fleet
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be served now."""
+        return not self.draining and any(seat.usable for seat in self._seats)
+
+    def open_records(self) -> Iterator[Mapping[str, object]]:
+        """What is open now, oldest first, for people."""
+        now = self._clock()
+        for pending in self._open.values():
+            send = pending.send
+            yield {
+                "id": pending.request.id,
+                "tenant": pending.request.tenant,
+                "class": pending.request.class_name,
+                "model": pending.request.model,
+                "age": now - pending.relay.request.received_at,
+                "replica": None if send is None else self._replicas[send.replica],
+                "tokens": 0 if send is None else pending.relay.tokens(send.attempt),
+            }
+
+    # ---- Dispatcher: called by relays
+
+    def open(self, relay: Relay) -> None:
+        """A complete request."""
+        request_id = self._intake.new_id()
+        relay.early_headers = relay.error_headers = b"x-request-id: %b\r\n" % request_id.encode()
+        try:
+            request = self._intake.read(relay, request_id)
+        except ServingError as error:
+            self._metrics.refused(type(error).__name__)
+            relay.fail(error)
+            return
+        pending = Pending(request, relay)
+        relay.context = pending
+        self._open[request.id] = pending
+        self._empty.clear()
+        self._feed(Arrived(self._at(relay.request.received_at), request))
+
+    def first_token(self, relay: Relay, attempt: int, at: float) -> None:
+        """The first content of an attempt."""
+        self._feed(FirstToken(self._at(at), _pending(relay).request.id, attempt))
+
+    def ended(self, relay: Relay, report: AttemptReport) -> None:
+        """An attempt is over."""
+        pending = _pending(relay)
+        pending.error = report.error
+        cause = report.cause
+        if not report.retryable and cause in {Cause.REFUSED, Cause.TIMEOUT}:
+            # Bytes have gone out, though perhaps no token: the core must not send it again.
+            cause = Cause.INTERRUPTED
+        send = pending.send
+        if send is not None and send.attempt == report.attempt:
+            self._left(pending, send, _verdict(cause, report.usage))
+            self._metrics.attempts.add((self._replicas[send.replica], report.cause.value))
+        self._feed(
+            AttemptEnded(
+                self._at(report.at),
+                pending.request.id,
+                report.attempt,
+                cause,
+                report.usage,
+                report.last_token,
+                "" if report.error is None else report.error.message,
+            )
+        )
+
+    def superseded(self, relay: Relay, attempt: int, usage: Usage) -> None:
+        """Another attempt answers; this one is over without fault."""
+        self._feed(
+            AttemptEnded(
+                self._at(self._clock()),
+                _pending(relay).request.id,
+                attempt,
+                Cause.CLIENT_GONE,
+                usage,
+            )
+        )
+
+    def client_gone(self, relay: Relay, usage: Usage) -> None:
+        """The client left."""
+        if relay.context is None:
+            return
+        pending = _pending(relay)
+        send = pending.send
+        if send is not None:
+            self._left(pending, send, _verdict(Cause.CLIENT_GONE, usage))
+            self._metrics.attempts.add((self._replicas[send.replica], Cause.CLIENT_GONE.value))
+        self._feed(ClientGone(self._at(self._clock()), pending.request.id, usage))
+
+    # ---- called by the monitor and the administrator
+
+    def reading(self, replica: int, load: Load, measured_at: float) -> None:
+        """A replica told its load, which it had at `measured_at`."""
+        seat = self._seats[replica]
+        seat.load, seat.measured_at = load, measured_at
+        self._feed(
+            Reading(
+                self._at(self._clock()),
+                replica,
+                measured_at,
+                running=load.running,
+                waiting=load.waiting,
+                kv_used=load.kv_used,
+            )
+        )
+
+    def health(self, replica: int, *, ok: bool) -> None:
+        """A replica's health check passed or failed."""
+        self._seats[replica].healthy = ok
+        self._check(replica)
+
+    def drain_replica(self, replica: int, *, drained: bool) -> None:
+        """Send nothing new to a replica, or send again."""
+        self._seats[replica].drained = drained
+        self._check(replica)
+
+    async def drain(self, grace: float) -> None:
+        """Take nothing new, refuse what waits, and wait for what runs, at most `grace` seconds."""
+        self.draining = True
+        self._feed(Draining(self._at(self._clock())))
+        try:
+            async with asyncio.timeout(grace):
+                await self._empty.wait()
+        except TimeoutError:
+            _log.warning("%d requests still open after %g s of grace", len(self._open), grace)
+
+    def start(self) -> None:
+        """Tell the core which replicas are not there yet."""
+        for i in range(len(self._seats)):
+            self._check(i)
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # ---- the core
+
+    def _feed(self, event: Event) -> None:
+        """Handle an event and all that follow from it."""
+        self._inbox.append(event)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._inbox:
+                self._handle(self._inbox.popleft())
+        finally:
+            self._busy = False
+        self._arm()
+
+    def _handle(self, event: Event) -> None:
+        kind = type(event)
+        if kind in _DECIDES and event.at - self._looked_at > FRESH:
+            self._look(event.at)
+        began = self._clock()
+        actions = self._core.handle(event)
+        took = self._clock() - began
+        if self._event_log is not None:
+            self._event_log.append(event, actions)
+        if kind in _DECIDES:
+            self._metrics.decision.observe((kind.__name__,), took)
+            if took > self._late:
+                self._inbox.append(ScorerLate(self._at(self._clock()), took))
+        for action in actions:
+            self._do(action)
+
+    def _look(self, at: float) -> None:
+        """Tell the core how far the running streams are."""
+        self._looked_at = at
+        replicas: list[int] = []
+        slots: list[int] = []
+        counts: list[int] = []
+        for pending in self._open.values():
+            send = pending.send
+            if send is not None and (count := pending.relay.tokens(send.attempt)):
+                replicas.append(send.replica)
+                slots.append(send.slot)
+                counts.append(count)
+        if not replicas:
+            return
+        event = Progress(at, tuple(replicas), tuple(slots), tuple(counts))
+        actions = self._core.handle(event)
+        if self._event_log is not None:
+            self._event_log.append(event, actions)
+        for action in actions:
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Commit():
+                answer = self._store.commit(action, self._last)
+                if answer is not None:
+                    self._inbox.append(answer)
+            case Send():
+                self._send(action)
+            case Hold():
+                self._open[action.id].held = True
+            case Shed():
+                self._refuse(action)
+            case Abort():
+                self._abort(action)
+            case Settle():
+                self._settle(action)
+
+    def _send(self, send: Send) -> None:
+        pending = self._open[send.id]
+        pending.send, pending.candidates = send, send.candidates
+        seat = self._seats[send.replica]
+        seat.running += 1
+        seat.breaker.sent()
+        self._check(send.replica)
+        self._metrics.sent.add((seat.name,))
+        relay = pending.relay
+        relay.start(
+            send.attempt,
+            seat.pool,
+            seat.model,
+            timeouts=self._timeouts,
+            reply_headers=relay.early_headers
+            + self._headers[send.replica]
+            + _prediction_headers(send, relay),
+            upstream_headers=relay.early_headers + _passed_on(relay),
+            ask_usage=seat.ask_usage,
+        )
+
+    def _refuse(self, shed: Shed) -> None:
+        pending = self._open[shed.id]
+        error: ServingError = refusal(shed)
+        if shed.reason is Reason.UPSTREAM and pending.error is not None:
+            error = pending.error
+        pending.relay.fail(error)
+
+    def _abort(self, abort: Abort) -> None:
+        pending = self._open[abort.id]
+        send = pending.send
+        if send is not None and send.attempt == abort.attempt:
+            usage = pending.relay.abort(abort.attempt)
+            self._left(pending, send, _verdict(Cause.CLIENT_GONE, usage))
+
+    def _settle(self, settle: Settle) -> None:
+        self._store.settle(settle, self._last)
+        pending = self._open.pop(settle.id)
+        outcome = settle.outcome
+        if pending.send is not None:
+            self._left(pending, pending.send, Result.NEUTRAL)
+        if not pending.relay.over:
+            # Never leave a client waiting for a request that the core has closed.
+            pending.relay.fail(pending.error or NoReplica("the request was closed"))
+        pending.relay.context = None
+        replica = None if outcome.replica is None else self._replicas[outcome.replica]
+        self._metrics.settled(outcome, replica)
+        if outcome.usage.source is UsageSource.ENGINE and replica is not None:
+            model = self._variant_of[replica].model
+            self._learn_tokens(model, outcome.request.prompt_chars, outcome.usage.prompt)
+        self._log.append(lambda: self._record(outcome, pending.candidates))
+        if not self._open:
+            self._empty.set()
+
+    def _record(self, outcome: Outcome, candidates: tuple[Candidate, ...]) -> Record:
+        return decision_record(
+            outcome,
+            candidates,
+            replicas=self._replicas,
+            variants=self._variants,
+            routes=self._routes,
+            wall_offset=self._wall_offset,
+        )
+
+    # ---- replicas
+
+    def _left(self, pending: Pending, send: Send, verdict: Result) -> None:
+        """An attempt has left its replica."""
+        pending.send = None
+        seat = self._seats[send.replica]
+        seat.running -= 1
+        seat.breaker.ended(verdict, self._clock())
+        self._check(send.replica)
+
+    def _check(self, replica: int) -> None:
+        """Tell the core when a replica has become usable or unusable."""
+        seat = self._seats[replica]
+        usable = seat.usable
+        if usable != seat.told_usable:
+            seat.told_usable = usable
+            why = "" if usable else seat.why
+            self._feed(AvailabilityChanged(self._at(self._clock()), replica, usable, why))
+
+    # ---- time
+
+    def _at(self, at: float) -> float:
+        """`at`, but never before an earlier event: the core's time does not go back."""
+        self._last = max(self._last, at)
+        return self._last
+
+    def _arm(self) -> None:
+        """Have the timer fire when the core or a breaker wants it."""
+        wake = self._core.wake_at
+        at = float("inf") if wake is None else wake
+        for seat in self._seats:
+            if seat.breaker.opens_until is not None:
+                at = min(at, seat.breaker.opens_until)
+        if at >= self._timer_at and self._timer is not None:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._timer_at = float("inf")
+        if at < float("inf"):
+            delay = max(at - self._clock(), EARLIEST_WAKE)
+            self._timer = asyncio.get_running_loop().call_later(delay, self._wake)
+            self._timer_at = at
+
+    def _wake(self) -> None:
+        self._timer = None
+        self._timer_at = float("inf")
+        now = self._clock()
+        for i, seat in enumerate(self._seats):
+            if seat.breaker.state is State.OPEN:
+                seat.breaker.tick(now)
+                self._check(i)
+        self._feed(Tick(self._at(now)))
+
+    # ---- gauges
+
+    def _gauges(self) -> list[Gauge]:
+        def by_seat(value: Callable[[Seat], float | None]) -> Iterator[tuple[tuple[str], float]]:
+            for seat in self._seats:
+                found = value(seat)
+                if found is not None:
+                    yield (seat.name,), found
+
+        def age(seat: Seat) -> float | None:
+            return None if seat.measured_at is None else self._clock() - seat.measured_at
+
+        replica = ("replica",)
+        return [
+            Gauge("sluice_open", "Requests not settled.", (), lambda: [((), self.open_requests)]),
+            Gauge("sluice_queued", "Requests at no replica.", (), lambda: [((), self.queued)]),
+            Gauge(
+                "sluice_replica_running",
+                "Own requests at a replica.",
+                replica,
+                lambda: by_seat(lambda s: s.running),
+            ),
+            Gauge(
+                "sluice_replica_usable",
+                "1 where requests may be sent.",
+                replica,
+                lambda: by_seat(lambda s: s.usable),
+            ),
+            Gauge(
+                "sluice_replica_reported_running",
+                "Requests that the replica itself reports.",
+                replica,
+                lambda: by_seat(lambda s: s.load.running),
+            ),
+            Gauge(
+                "sluice_replica_reading_age_seconds",
+                "Age of the last reading.",
+                replica,
+                lambda: by_seat(age),
+            ),
+            Gauge(
+                "sluice_log_dropped",
+                "Decision-log lines lost.",
+                (),
+                lambda: [((), self._log.dropped)],
+            ),
+        ]
+
+
+_DECIDES = frozenset({Arrived, AttemptEnded, ClientGone, FirstToken, Tick})
+
+
+def _pending(relay: Relay) -> Pending:
+    """The context of a relay that was opened."""
+    context = relay.context
+    if not isinstance(context, Pending):  # the relay keeps it as an object of ours
+        raise TypeError(f"relay without a request: {context!r}")
+    return context
+
+
+def _verdict(cause: Cause, usage: Usage) -> Result:
+    """What the end of an attempt says about its replica."""
+    match cause:
+        case Cause.FINISHED:
+            return Result.GENERATED
+        case Cause.REFUSED | Cause.TIMEOUT | Cause.INTERRUPTED:
+            return Result.FAILED
+        case _:
+            return Result.GENERATED if usage.completion > 0 else Result.NEUTRAL
+
+
+def _name_headers(replica: str, variant: str) -> bytes:
+    return f"x-sluice-replica: {replica}\r\nx-sluice-variant: {variant}\r\n".encode("latin-1")
+
+
+def _prediction_headers(send: Send, relay: Relay) -> bytes:
+    """What was promised, in milliseconds; and which limits could not be."""
+    prediction = send.prediction
+    lines = b"x-sluice-p-slo: %.3f\r\n" % prediction.p_slo
+    if prediction.ttft:
+        lines += b"x-sluice-predicted-ttft-ms: %.1f\r\n" % (1000 * prediction.ttft[_MEDIAN])
+    if prediction.tpot:
+        lines += b"x-sluice-predicted-tpot-ms: %.2f\r\n" % (1000 * prediction.tpot[_MEDIAN])
+    if not relay.facts().stream:
+        ignored = ignored_limits(dict(relay.request.headers))
+        if ignored:
+            lines += b"x-sluice-ignored-limits: %b\r\n" % ignored.encode()
+    return lines
+
+
+def _passed_on(relay: Relay) -> bytes:
+    """Trace headers of the client, for the engine."""
+    return b"".join(
+        b"%b: %b\r\n" % (name, value) for name, value in relay.request.headers if name in PASSED_ON
+    )

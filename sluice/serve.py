@@ -1,0 +1,292 @@
+"""`sluice serve`: builds the parts that a config names and serves until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from domain.errors import ConfigError
+from gateway.config import LogsConfig, ModelConfig, ServerConfig, UrlReplica, VariantConfig
+from gateway.fleet import Place, opened
+from gateway.keys import KeyRing
+from sluice.cli import DONE
+from sluice.settings import Settings, load
+
+EXAMPLE = (
+    "sluice serve -c configs/local.yaml\n  sluice serve --backend http://127.0.0.1:8000 --port 8080"
+)
+
+_log = logging.getLogger("sluice")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("-c", "--config", type=Path, metavar="FILE", help="the YAML file")
+    source.add_argument(
+        "--backend",
+        action="append",
+        metavar="URL",
+        help="an engine to serve without a file; it is asked what it is; repeat for more",
+    )
+    parser.add_argument("--host", help="address to listen on instead of the file's")
+    parser.add_argument("--port", type=int, help="port to listen on instead of the file's; 0: any")
+    parser.add_argument("--json", action="store_true", help="say where it listens as JSON")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more")
+
+
+def run(args: Namespace) -> int:
+    """Serve until SIGINT or SIGTERM."""
+    logging.basicConfig(
+        level=logging.DEBUG if args.verbose else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    for noisy in ("httpx", "httpcore", "numba", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    settings = asyncio.run(ask(args.backend)) if args.backend else load(args.config)
+    given = {k: v for k, v in (("host", args.host), ("port", args.port)) if v is not None}
+    if given:
+        server = ServerConfig.model_validate(settings.server.model_dump() | given)
+        settings = settings.model_copy(update={"server": server})
+    run_loop(serve_until_signalled(settings, lambda gateway: _announce(gateway, args.json)))
+    return DONE
+
+
+def run_loop(main: Any) -> None:
+    """Run a coroutine on uvloop where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(main)
+
+
+async def serve_until_signalled(settings: Settings, announce: Callable[[Any], None]) -> None:
+    """Serve; SIGINT or SIGTERM drains and ends it."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    serving = asyncio.ensure_future(_serve(settings, announce, stop))
+    waiting = asyncio.ensure_future(stop.wait())
+    await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if not serving.done() and not stop.is_set():
+        serving.cancel()
+    await serving
+
+
+async def _serve(settings: Settings, announce: Callable[[Any], None], stop: asyncio.Event) -> None:
+    async with gateway_of(settings) as gateway:
+        announce(gateway)
+        await stop.wait()
+        _log.info("draining; a second signal is not needed")
+
+
+@contextlib.asynccontextmanager
+async def gateway_of(settings: Settings) -> AsyncIterator[Any]:
+    """Everything that the settings name, running. Yields a `gateway.app.Gateway`.
+
+    Raises: ConfigError if a part cannot be built.
+    """
+    from gateway.app import Parts, running
+    from policies.factory import build_core, warm
+    from predictors.factory import build_estimator
+    from predictors.tokens import TokenRatio
+
+    tenants = [t.tenant(name) for name, t in settings.tenants.items()]
+    keys = {name: t.all_keys() for name, t in settings.tenants.items()}
+    ring = KeyRing(tenants, keys)
+    classes = [c.slo_class(name) for name, c in settings.classes.items()]
+    async with contextlib.AsyncExitStack() as stack:
+        places = await stack.enter_async_context(placed(settings))
+        fleet = await stack.enter_async_context(opened(places, settings.models, settings.breaker))
+        began = time.monotonic()
+        # A core of its own is warmed: what it learns there must not reach the one that serves.
+        await asyncio.to_thread(
+            warm, settings.policy, fleet.spec, build_estimator(settings.predictors)
+        )
+        _log.info("kernels ready after %.1f s", time.monotonic() - began)
+        now = time.monotonic()
+        core = build_core(
+            settings.policy,
+            fleet=fleet.spec,
+            estimator=build_estimator(settings.predictors),
+            tenants=ring.tenants,
+            classes=classes,
+            now=now,
+        )
+        tokens = TokenRatio()
+        parts = Parts(
+            core=core,
+            store=store_of(settings),
+            fleet=fleet,
+            routes=route_names(fleet.spec),
+            identify=ring.identify,
+            classes=classes,
+            default_class=settings.default_class,
+            estimate=tokens.estimate,
+            learn_tokens=tokens.observe,
+            server=settings.server,
+            timeouts=settings.timeouts,
+            monitor=settings.monitor,
+            logs=settings.logs,
+            event_header=event_header(settings, fleet.spec, ring, now),
+        )
+        yield await stack.enter_async_context(running(parts))
+
+
+@contextlib.asynccontextmanager
+async def placed(settings: Settings) -> AsyncIterator[list[Place]]:
+    """Where every replica is; local ones are started, and stopped on leaving."""
+    async with contextlib.AsyncExitStack() as stack:
+        local = None
+        if settings.local_replicas:
+            from backends.local import LocalFleet, LocalReplica
+
+            local = await stack.enter_async_context(
+                LocalFleet(
+                    [
+                        LocalReplica(
+                            name=r.name,
+                            variant=r.precision,
+                            slots=r.slots,
+                            context=r.context,
+                            port=r.port,
+                        )
+                        for r in settings.local_replicas
+                    ]
+                )
+            )
+        places = []
+        for replica in settings.fleet:
+            if replica.kind == "url":
+                places.append(
+                    Place(
+                        config=replica,
+                        url=replica.url.rstrip("/").removesuffix("/v1"),
+                        engine=replica.engine,
+                        served_model=replica.served_model,
+                        api_key=replica.api_key(),
+                    )
+                )
+            elif local is not None:
+                known = local.variants[replica.precision]
+                _log.info(
+                    "%s: %s, perplexity %.2f, quality prior %.3f",
+                    replica.name,
+                    known.description,
+                    known.perplexity.value,
+                    known.quality,
+                )
+                places.append(
+                    Place(
+                        config=replica,
+                        url=local.urls[replica.name],
+                        engine="llamacpp",
+                        served_model=known.model,
+                        quality=known.quality,
+                    )
+                )
+        yield places
+
+
+async def ask(urls: list[str]) -> Settings:
+    """Settings for bare engines: each is asked what it serves; one class, no tenants.
+
+    Raises: ConfigError where a URL does not answer like an engine.
+    """
+    from backends.adapters.detect import discover
+    from gateway.fleet import DISCOVERY_TIMEOUT
+    from gateway.monitor import getter, new_client
+
+    bases = [url.rstrip("/").removesuffix("/v1") for url in urls]
+    for url in bases:
+        if urlsplit(url).scheme not in {"http", "https"} or not urlsplit(url).hostname:
+            raise ConfigError(f"--backend must be http[s]://host[:port], not {url!r}")
+    async with new_client(DISCOVERY_TIMEOUT) as client:
+        found = await asyncio.gather(*(discover(getter(client, url, None)) for url in bases))
+    models: dict[str, dict[str, VariantConfig]] = {}
+    replicas = []
+    for i, (url, told) in enumerate(zip(bases, found, strict=True)):
+        if told is None:
+            raise ConfigError(f"{url} lists no models at /v1/models; is an engine running there?")
+        model = told.models[0]
+        models.setdefault(model, {})[model] = VariantConfig()
+        address = urlsplit(url)
+        replicas.append(
+            UrlReplica(
+                name=f"{told.adapter.name}-{i}",
+                variant=model,
+                url=url,
+                engine=told.adapter.name,
+                served_model=model,
+            )
+        )
+        _log.info(
+            "%s:%s is %s and serves %s", address.hostname, address.port, told.adapter.name, model
+        )
+    return Settings(
+        models={name: ModelConfig(variants=variants) for name, variants in models.items()},
+        fleet=tuple(replicas),
+        logs=LogsConfig(),
+    )
+
+
+def store_of(settings: Settings) -> Any:
+    """The store that the settings name."""
+    del settings
+    from gateway.answers import YesStore
+
+    return YesStore()
+
+
+def route_names(fleet: Any) -> tuple[str, ...]:
+    """Names of the fleet's routes, in the core's order: a replica, or prefill>decode."""
+    from domain.columns import route_table
+
+    routes = route_table(fleet).routes
+    names = [r.name for r in fleet.replicas]
+    return tuple(
+        names[d] if d == p else f"{names[p]}>{names[d]}"
+        for d, p in zip(routes.decode.tolist(), routes.prefill.tolist(), strict=True)
+    )
+
+
+def event_header(settings: Settings, fleet: Any, ring: KeyRing, now: float) -> dict[str, Any]:
+    """What a fresh core is built from: no keys."""
+    import msgspec
+
+    return {
+        "policy": settings.policy.model_dump(mode="json"),
+        "predictors": settings.predictors.model_dump(mode="json"),
+        "fleet": msgspec.to_builtins(fleet),
+        "tenants": msgspec.to_builtins(ring.tenants),
+        "classes": msgspec.to_builtins([c.slo_class(n) for n, c in settings.classes.items()]),
+        "now": now,
+    }
+
+
+def _announce(gateway: Any, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"url": gateway.url, "models": list(gateway.shell.fleet.models)}))
+    else:
+        first = gateway.shell.fleet.models[0]
+        print(
+            f"Sluice listens on {gateway.url}\n"
+            f"  OpenAI clients: base_url={gateway.url}/v1  model={first} (or auto)\n"
+            f"  dashboard {gateway.url}/   metrics {gateway.url}/metrics\n"
+        )
+    sys.stdout.flush()
