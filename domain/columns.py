@@ -164,27 +164,40 @@ class RouteTable(NamedTuple):
     """For each model name, and `auto`, the (c,) mask of routes that serve it."""
 
 
-def request_columns(n: int) -> RequestColumns:
-    """Columns for n requests, limits absent, everything else zero."""
+REQUEST_FLOATS = (
+    "prompt",
+    "max_tokens",
+    "expected",
+    "arrived",
+    "ttft",
+    "tpot",
+    "e2e",
+    "quality",
+    "weight",
+)
+"""The one-dimensional float columns of a request, in the order of `request_row`."""
 
-    def zeros() -> Floats:
-        return np.zeros(n)
 
-    def absent() -> Floats:
-        return np.full(n, np.inf)
+def request_columns(n: int, base: Floats | None = None) -> RequestColumns:
+    """Columns for n requests, limits absent, everything else zero.
 
+    `base`, (len(REQUEST_FLOATS), n), holds the float columns as its rows when given, so that one
+    assignment `base[:, i] = row` writes a request.
+    """
+    base = np.zeros((len(REQUEST_FLOATS), n)) if base is None else base
+    base[1], base[4:7], base[8] = np.inf, np.inf, 1.0
     return RequestColumns(
-        prompt=zeros(),
-        max_tokens=absent(),
-        expected=zeros(),
+        prompt=base[0],
+        max_tokens=base[1],
+        expected=base[2],
         length_q=np.zeros((n, len(QUANTILE_GRID))),
-        arrived=zeros(),
-        ttft=absent(),
-        tpot=absent(),
-        e2e=absent(),
-        quality=zeros(),
+        arrived=base[3],
+        ttft=base[4],
+        tpot=base[5],
+        e2e=base[6],
+        quality=base[7],
         class_id=np.zeros(n, np.int64),
-        weight=np.ones(n),
+        weight=base[8],
         tie=np.zeros(n, np.int64),
     )
 

@@ -18,7 +18,7 @@ admits nothing then.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf, isfinite
 from typing import Any
 
@@ -26,6 +26,7 @@ import numpy as np
 
 from domain.columns import (
     LOAD_GRID,
+    REQUEST_FLOATS,
     Bools,
     FleetColumns,
     Routes,
@@ -107,10 +108,12 @@ class CoreOptions:
 class _Block:
     """Columns for n requests, kept for the life of a fleet."""
 
-    __slots__ = ("allowed", "draws", "estimates", "requests", "room", "scores")
+    __slots__ = ("allowed", "base", "cached", "draws", "estimates", "requests", "room", "scores")
 
     def __init__(self, n: int, c: int) -> None:
-        self.requests = request_columns(n)
+        self.base = np.zeros((len(REQUEST_FLOATS), n))
+        self.requests = request_columns(n, self.base)
+        self.cached = False
         self.estimates = estimate_columns(n, c)
         self.scores = scores(n, c)
         self.allowed = np.zeros((n, c), np.bool_)
@@ -129,6 +132,7 @@ class _Native:
         "explored",
         "fastest",
         "first_token",
+        "foresight",
         "leading",
         "length",
         "merge",
@@ -150,7 +154,16 @@ class _Native:
         self.explored = compiled(k.explored, mask, row, 0, *(0.0,) * 4)
         self.fastest = compiled(k.fastest, fleet, routes, mask, 0.0, 0.0)
         self.first_token = compiled(k.first_token, fleet, 0, 0, 0, 0.0)
-        self.leading = compiled(k.leading, row, mask, 0, ids)
+        self.leading = compiled(
+            k.leading,
+            block.scores.route,
+            block.room,
+            block.estimates,
+            0,
+            0,
+            np.zeros((1, 6)),
+        )
+        self.foresight = compiled(k.foresight, fleet, block.estimates, 0, 0, 0, 0, row)
         self.length = compiled(k.length_into, row, 0.0, row)
         self.merge = compiled(k.merge_reading, fleet, 0, *(0.0,) * 4)
         self.progress = compiled(k.progress_many, fleet, ids, ids, ids, 0.0)
@@ -223,6 +236,8 @@ class DecisionCore:
         self._accounts: dict[str, Account] = {}
         self._classes: dict[str, SloClass] = {}
         self._now = now
+        self._leading = np.zeros((max(options.candidates, 1), 6))
+        self._foresight = np.zeros(9)
         self._order = 0
         self._slots = 0
         self._counter = 0
@@ -393,6 +408,17 @@ class DecisionCore:
             work=work,
             expires=max(expires, now),
             limits=limits,
+            row=np.array(
+                (
+                    prompt,
+                    inf if request.max_tokens is None else request.max_tokens,
+                    expected,
+                    now,
+                    *limits,
+                    0.0 if slo.quality is None else slo.quality,
+                    slo_class.weight,
+                )
+            ),
         )
 
     # ---- placing
@@ -420,24 +446,22 @@ class DecisionCore:
         n = len(entries)
         block = self._block(n)
         requests, estimates = block.requests, block.estimates
+        if block.cached:
+            estimates.cached.fill(0.0)
+            block.cached = False
         for i, entry in enumerate(entries):
-            requests.prompt[i] = entry.prompt
-            requests.expected[i] = entry.expected
-            requests.arrived[i] = entry.arrived
-            requests.ttft[i], requests.tpot[i], requests.e2e[i] = entry.limits
-            request = entry.request
-            requests.max_tokens[i] = inf if request.max_tokens is None else request.max_tokens
-            requests.quality[i] = 0.0 if request.slo.quality is None else request.slo.quality
+            block.base[:, i] = entry.row
             requests.class_id[i] = entry.slo_class.rank
-            requests.weight[i] = entry.slo_class.weight
-            requests.tie[i] = request.tie
+            requests.tie[i] = entry.request.tie
             requests.length_q[i] = entry.length_q
             block.allowed[i] = entry.allowed
             for route in entry.excluded:
                 block.allowed[i, route] = False
-            if request.slo.quality is not None:
+            if entry.request.slo.quality is not None:
                 self._quality_mask(entry, block.allowed[i])
-            self._cached_into(entry, estimates.cached[i])
+            if entry.request.blocks:
+                self._cached_into(entry, estimates.cached[i])
+                block.cached = True
         fleet, routes, native, room = self.columns, self.routes, self._native, block.room
         measured, claimed = self._measured_at, self._claimed
         if not native.room(requests, fleet, routes, block.allowed, claimed, measured, now, room):
@@ -506,11 +530,7 @@ class DecisionCore:
         allowed[:] = reach
 
     def _cached_into(self, entry: Entry, out: Any) -> None:
-        blocks = entry.request.blocks
-        if not blocks:
-            out.fill(0.0)
-            return
-        matched = self._prefix.matched(blocks)
+        matched = self._prefix.matched(entry.request.blocks)
         most = max(entry.prompt - 1.0, 0.0)
         for c, p in enumerate(self._route_prefill):
             out[c] = min(matched[p] * BLOCK_TOKENS, most)
@@ -535,24 +555,25 @@ class DecisionCore:
         replica, prefill = self._route_decode[route], self._route_prefill[route]
         estimates = block.estimates
         fleet = self.columns
-        ttft = estimates.ttft[row, route].tolist()
-        tpot = estimates.tpot[row, route].tolist()
-        cached = float(estimates.cached[row, route])
+        self._native.foresight(fleet, estimates, row, route, replica, prefill, self._foresight)
+        p_slo, p_raw, quality, cached, wait, running, context, backlog, age = (
+            self._foresight.tolist()
+        )
         prediction = Prediction(
-            ttft=tuple(ttft),
-            tpot=tuple(tpot),
-            p_slo=float(estimates.p_slo[row, route]),
-            p_raw=float(estimates.p_raw[row, route]),
-            quality=float(estimates.quality[row, route]),
+            ttft=tuple(estimates.ttft[row, route].tolist()),
+            tpot=tuple(estimates.tpot[row, route].tolist()),
+            p_slo=p_slo,
+            p_raw=p_raw,
+            quality=quality,
             length_mean=entry.expected,
             length_p50=entry.median,
             length_p90=entry.p90,
             cached=cached,
-            wait=float(estimates.wait[row, route]),
-            running=float(fleet.running[replica] + fleet.foreign_running[replica]),
-            context=float(fleet.context[replica] + fleet.foreign_context[replica]),
-            backlog=float(fleet.backlog_tokens[prefill] + fleet.foreign_backlog[prefill]),
-            staleness=float(fleet.age[replica]),
+            wait=wait,
+            running=running,
+            context=context,
+            backlog=backlog,
+            staleness=age,
         )
         self._slots += 1
         entry.attempts += 1
@@ -599,19 +620,11 @@ class DecisionCore:
     def _candidates(self, block: _Block, row: int, route: int) -> tuple[Candidate, ...]:
         if self.options.candidates == 0:
             return ()
-        count = self._native.leading(block.scores.route[row], block.room[row], route, self._leading)
-        e = block.estimates
-        return tuple(
-            Candidate(
-                c,
-                float(block.scores.route[row, c]),
-                float(e.p_slo[row, c]),
-                float(e.ttft[row, c, MIDDLE]),
-                float(e.tpot[row, c, MIDDLE]),
-                float(e.quality[row, c]),
-            )
-            for c in self._leading[:count].tolist()
+        table = self._leading
+        count = self._native.leading(
+            block.scores.route, block.room, block.estimates, row, route, table
         )
+        return tuple(Candidate(int(line[0]), *line[1:]) for line in table[:count].tolist())
 
     def _committed(self, event: Committed) -> list[Action]:
         """The store's answer: send, or undo the booking and choose again or refuse."""
@@ -918,6 +931,7 @@ class DecisionCore:
             propensity=attempt.propensity if attempt is not None else 1.0,
             policy=attempt.policy if attempt is not None else self.scorer.name,
             version=attempt.version if attempt is not None else self._active.version,
+            met=True,
             reason=reason,
         )
         outcome = judged(outcome)
@@ -1033,7 +1047,6 @@ class DecisionCore:
             self._max_context[model] = float(max((context[c] for c in served), default=0))
             self._price[model] = max((price[c] for c in served), default=0.0)
         self._blocks: dict[int, _Block] = {}
-        self._leading = np.zeros(max(self.options.candidates, 1), np.int64)
         self._prefix.extend(
             [max(int(r.profile.kv_capacity / BLOCK_TOKENS), 1) for r in replicas[before:]]
         )
@@ -1075,30 +1088,31 @@ def _carry(old: Any, new: Any, count: int) -> None:
 
 
 def judged(outcome: Outcome) -> Outcome:
-    """The outcome with `met` and the part to blame filled in (DESIGN section 11).
+    """The outcome, drafted as met, with `met` and the part to blame put right (DESIGN section 11).
 
     A client's cancel leaves the denominator if no limit had been missed by then; a request the
     engine refused as invalid does so too. Blame: the queue if the wait alone explains the miss, the
     prediction if the request was sent although it was expected to be met, admission if it was sent
     without hope, the engine if it failed.
     """
-    from dataclasses import replace
-
-    cause = outcome.cause
-    if cause is Cause.REJECTED:
-        return replace(outcome, met=None)
-    if cause is Cause.CLIENT_GONE:
-        if _missed_by_now(outcome):
-            return replace(outcome, met=False, miss=_blame(outcome))
-        return replace(outcome, met=None, miss=Miss.CLIENT)
-    if cause is Cause.SHED:
-        queued = outcome.reason == Reason.EXPIRED.value
-        return replace(outcome, met=False, miss=Miss.QUEUE if queued else Miss.ADMISSION)
-    if limits_met(outcome):
-        return replace(outcome, met=True)
-    if cause is not Cause.FINISHED:
-        return replace(outcome, met=False, miss=Miss.ENGINE)
-    return replace(outcome, met=False, miss=_blame(outcome))
+    match outcome.cause:
+        case Cause.FINISHED:
+            return (
+                outcome
+                if limits_met(outcome)
+                else replace(outcome, met=False, miss=_blame(outcome))
+            )
+        case Cause.REJECTED:
+            return replace(outcome, met=None)
+        case Cause.CLIENT_GONE:
+            if _missed_by_now(outcome):
+                return replace(outcome, met=False, miss=_blame(outcome))
+            return replace(outcome, met=None, miss=Miss.CLIENT)
+        case Cause.SHED:
+            queued = outcome.reason == Reason.EXPIRED.value
+            return replace(outcome, met=False, miss=Miss.QUEUE if queued else Miss.ADMISSION)
+        case _:
+            return replace(outcome, met=False, miss=Miss.ENGINE)
 
 
 def _missed_by_now(outcome: Outcome) -> bool:

@@ -18,6 +18,7 @@ from domain.columns import (
     HISTORY_STEP,
     Bools,
     Draws,
+    EstimateColumns,
     FleetColumns,
     Floats,
     Ints,
@@ -433,29 +434,60 @@ def explored(
 
 
 @njit(cache=True, error_model="numpy")
-def leading(scores: Floats, room: Bools, chosen: int, out: Ints) -> int:
-    """The chosen route and then the best others into out (k,), for the decision log; returns how
-    many.
+def leading(
+    scores: Floats, room: Mask, estimates: EstimateColumns, i: int, chosen: int, out: Floats
+) -> int:
+    """The chosen route of request i and then the best others into out (k, 6); returns how many.
+
+    A row is (route, score, P(SLO), median TTFT, median TPOT, quality), for the decision log.
     """
-    out[0] = chosen
-    count = 1
-    while count < out.shape[0]:
-        best, top = NONE, -np.inf
-        for c in range(room.shape[0]):
-            if not room[c] or not scores[c] > top:
+    middle = estimates.ttft.shape[2] // 2
+    count = 0
+    best = chosen
+    while best != NONE:
+        out[count, 0] = best
+        out[count, 1] = scores[i, best]
+        out[count, 2] = estimates.p_slo[i, best]
+        out[count, 3] = estimates.ttft[i, best, middle]
+        out[count, 4] = estimates.tpot[i, best, middle]
+        out[count, 5] = estimates.quality[i, best]
+        count += 1
+        best = NONE
+        if count == out.shape[0]:
+            break
+        top = -np.inf
+        for c in range(room.shape[1]):
+            if not room[i, c] or not scores[i, c] > top:
                 continue
             seen = False
             for k in range(count):
-                if out[k] == c:
+                if out[k, 0] == c:
                     seen = True
                     break
             if not seen:
-                best, top = c, scores[c]
-        if best == NONE:
-            break
-        out[count] = best
-        count += 1
+                best, top = c, scores[i, c]
     return count
+
+
+@njit(cache=True, error_model="numpy")
+def foresight(
+    fleet: FleetColumns, estimates: EstimateColumns, i: int, c: int, r: int, p: int, out: Floats
+) -> None:
+    """What was predicted for (request i, route c) and the state it was predicted from, into out
+    (9,).
+
+    (P(SLO), raw P, quality, cached, wait, running, context, backlog, age of the reading) of
+    replicas r and p.
+    """
+    out[0] = estimates.p_slo[i, c]
+    out[1] = estimates.p_raw[i, c]
+    out[2] = estimates.quality[i, c]
+    out[3] = estimates.cached[i, c]
+    out[4] = estimates.wait[i, c]
+    out[5] = fleet.running[r] + fleet.foreign_running[r]
+    out[6] = fleet.context[r] + fleet.foreign_context[r]
+    out[7] = fleet.backlog_tokens[p] + fleet.foreign_backlog[p]
+    out[8] = fleet.age[r]
 
 
 @njit(cache=True, error_model="numpy")

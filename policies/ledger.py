@@ -42,8 +42,9 @@ class Entry:
     """One open request.
 
     `prompt` and `expected` are whole tokens; `length_q` (Q,). `start_by` is the latest useful
-    start, `work` the predicted seconds of service on the fastest replica, `expires` when waiting
-    ends. `order` is the order of arrival.
+    start, `work` the predicted seconds of service on the fastest replica, `row` its float columns
+    in the order of `domain.columns.REQUEST_FLOATS`, `expires` when waiting ends. `order` is the
+    order of arrival.
     """
 
     request: InferenceRequest
@@ -62,6 +63,7 @@ class Entry:
     work: float
     expires: float
     limits: tuple[float, float, float]
+    row: Floats
     state: Literal["held", "committing", "sent", "gone"] = "held"
     held_once: bool = False
     ticket: int = 0

@@ -1,11 +1,12 @@
 """The waiting room: deadline order at low load, shortest predicted work as load grows, fair between
 tenants.
 
-One lane per (tenant, set of allowed routes, class). In each, two heaps with static keys: latest
-useful start, and predicted work. A release looks at the heads of both heaps (K lines in all, two of
-each at least) of at most `LANES` lanes, least virtual time first, and ranks their union with the
-present weights; so its cost does not depend on how many wait. Lines of entries that have left stay
-in the heaps until they surface (their ticket no longer matches) or until they are the majority.
+One lane per (tenant, model and so set of allowed routes, class). In each, two heaps with static
+keys: latest useful start, and predicted work. A release looks at the heads of both heaps (K lines
+in all, two of each at least) of at most `LANES` lanes, least virtual time first, and ranks their
+union with the present weights; so its cost does not depend on how many wait. Lines of entries that
+have left stay in the heaps until they surface (their ticket no longer matches) or until they are
+the majority.
 
 Ranking key: start_by + alpha * work + fairness * (virtual time - least), seconds; alpha grows with
 load (the sliding weight of Niyama), virtual time is predicted work received over weight (virtual
@@ -23,7 +24,7 @@ from policies.ledger import Entry
 
 LANES = 8
 Line = tuple[float, int, int, Entry]
-LaneKey = tuple[str, bytes, str]
+LaneKey = tuple[str, str, str]
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +70,7 @@ class WaitingRoom:
         self._tickets += 1
         entry.ticket = self._tickets
         tenant = entry.request.tenant
-        key = (tenant, entry.allowed.tobytes(), entry.slo_class.name)
+        key = (tenant, entry.request.model, entry.slo_class.name)
         lane = self._lanes.get(key)
         if lane is None:
             lane = self._lanes[key] = _Lane(tenant)
@@ -91,7 +92,7 @@ class WaitingRoom:
             return
         entry.ticket = 0
         tenant = entry.request.tenant
-        key = (tenant, entry.allowed.tobytes(), entry.slo_class.name)
+        key = (tenant, entry.request.model, entry.slo_class.name)
         lane = self._lanes[key]
         lane.waiting -= 1
         self._waiting_of[tenant] -= 1
@@ -135,11 +136,11 @@ class WaitingRoom:
         lanes = list(self._lanes.values())
         if len(lanes) > LANES:
             lanes = nsmallest(LANES, lanes, key=lambda lane: virtual[lane.tenant])
-        half = max(self._k // (2 * len(lanes)), 2)
+        share = max(self._k // (2 * len(lanes)), 1)
         union: dict[int, Entry] = {}
         for lane in lanes:
             for heap in (lane.by_start, lane.by_work):
-                for line in _peek(heap, half):
+                for line in _peek(heap, share):
                     union[line[2]] = line[3]
         for entry in self.oldest(1):
             union[entry.ticket] = entry
@@ -162,14 +163,26 @@ def _dead(line: Line) -> bool:
 
 
 def _peek(heap: list[Line], count: int) -> list[Line]:
-    """The first `count` live lines, left in the heap; dead ones on the way are dropped."""
-    live: list[Line] = []
-    while heap and len(live) < count:
-        line = heappop(heap)
+    """The first `count` live lines, best first, by walking the heap from its root; dead roots are
+    dropped.
+    """
+    while heap and _dead(heap[0]):
+        heappop(heap)
+    if not heap:
+        return []
+    live = [heap[0]]
+    size = len(heap)
+    if count == 1 or size == 1:
+        return live
+    frontier = [(heap[i], i) for i in (1, 2) if i < size]
+    heapify(frontier)
+    while frontier and len(live) < count:
+        line, at = heappop(frontier)
         if not _dead(line):
             live.append(line)
-    for line in live:
-        heappush(heap, line)
+        for child in (2 * at + 1, 2 * at + 2):
+            if child < size:
+                heappush(frontier, (heap[child], child))
     return live
 
 

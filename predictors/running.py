@@ -18,6 +18,10 @@ HALF_LIFE = 500.0
 PRIOR_WEIGHT = 20.0
 """Outcomes that the coarser distribution is worth in the finer one."""
 
+REBUILD = 0.02
+"""Share of new evidence after which a distribution is rebuilt; between that, the last one
+serves."""
+
 PRIOR = LengthDistribution.lognormal(150.0, 1.1)
 """Before any outcome: chat answers of the public logs have medians near 150 tokens."""
 
@@ -35,6 +39,7 @@ class RunningLengths:
         self._keep = 0.5 ** (1.0 / HALF_LIFE)
         self._counts: dict[tuple[str, int], NDArray[np.float64]] = {}
         self._cache: dict[tuple[str, int], LengthDistribution] = {}
+        self._fresh: dict[tuple[str, int], float] = {}
 
     def distribution(self, model: str, group: int = 0) -> LengthDistribution:
         """The present distribution of output tokens; `group` 0 is the whole model."""
@@ -57,13 +62,19 @@ class RunningLengths:
             counts *= self._keep
             counts += weights
             self._counts[key] = counts  # moved to the end: most recently seen
-            self._cache.pop(key, None)
+            # A distribution is rebuilt once its counts have changed by a fiftieth.
+            changed = self._fresh.get(key, 0.0) + 1.0
+            if changed >= REBUILD * (PRIOR_WEIGHT + counts.sum()):
+                self._cache.pop(key, None)
+                changed = 0.0
+            self._fresh[key] = changed
         if group == 0:
             return
         while len(self._counts) > self._capacity:
             oldest = next(iter(self._counts))
             del self._counts[oldest]
             self._cache.pop(oldest, None)
+            self._fresh.pop(oldest, None)
 
     def _mass(self, key: tuple[str, int], tokens: float, *, censored: bool) -> NDArray[np.float64]:
         k = min(int(np.searchsorted(EDGES, tokens)), BINS) - 1
