@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 _ROOT = Path(__file__).parents[1]  # children import `backends` from where we did
 _BATCH = 64  # prompt tokens per step: a cancel is seen between steps, so this bounds its delay
-_LOG_TAIL = 600  # bytes of a dead child's last words that are passed on
+_LOG_TAIL = 1000  # bytes of a dead child's last words that are passed on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -414,9 +414,13 @@ async def _end(process: Process, grace: Seconds) -> None:
 
 
 def _last_words(log: IO[bytes]) -> str:
-    """The end of what the child wrote to standard error."""
+    """The last whole lines of what the child wrote to standard error."""
     size = log.seek(0, os.SEEK_END)
-    log.seek(max(0, size - _LOG_TAIL))
+    if size > _LOG_TAIL:
+        log.seek(size - _LOG_TAIL)
+        log.readline()
+    else:
+        log.seek(0)
     return log.read().decode(errors="replace").strip()
 
 
