@@ -130,7 +130,7 @@ class UpstreamPool:
         )
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
-        self._dials: set[asyncio.Task[None]] = set()
+        self._dials: dict[asyncio.Task[None], Exchange] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 
@@ -184,22 +184,19 @@ class UpstreamPool:
     def dial(self, exchange: Exchange) -> None:
         """Open a connection for `exchange`."""
         task = exchange.loop.create_task(self._dial(exchange))
-        self._dials.add(task)
+        self._dials[task] = exchange
         exchange.dialling = task
-        task.add_done_callback(self._dials.discard)
+        task.add_done_callback(self._dials.pop)
 
     async def _dial(self, exchange: Exchange) -> None:
         if self._closed:
-            exchange.fail(BackendUnavailable(f"{self.base_url} was removed from the fleet"))
+            exchange.dialling = None
+            exchange.fail(self._removed())
             return
         try:
             _, connection = await exchange.loop.create_connection(
                 lambda: _Connection(self), self.host, self.port, ssl=self._ssl
             )
-        except asyncio.CancelledError:
-            exchange.dialling = None
-            exchange.fail(BackendUnavailable(f"{self.base_url} was removed from the fleet"))
-            raise
         except OSError as exc:  # TLS errors are OSErrors too
             exchange.dialling = None
             exchange.fail(BackendUnavailable(f"cannot connect to {self.base_url}: {exc}"))
@@ -207,9 +204,12 @@ class UpstreamPool:
         exchange.dialling = None
         if exchange.over or self._closed:
             connection.close()
-            exchange.fail(BackendUnavailable(f"{self.base_url} was removed from the fleet"))
+            exchange.fail(self._removed())
         else:
             exchange.begin(connection, reused=False)
+
+    def _removed(self) -> BackendUnavailable:
+        return BackendUnavailable(f"{self.base_url} was removed from the fleet")
 
     def opened(self, connection: _Connection) -> None:
         """Count a new connection."""
@@ -237,9 +237,10 @@ class UpstreamPool:
     async def close(self) -> None:
         """Close every connection; running exchanges end with an error."""
         self._closed = True
-        for task in tuple(self._dials):
-            task.cancel()
-        await asyncio.gather(*self._dials, return_exceptions=True)
+        dials = dict(self._dials)
+        for exchange in dials.values():
+            exchange.fail(self._removed())  # this cancels the dial
+        await asyncio.gather(*dials, return_exceptions=True)
         for connection in tuple(self._open):
             connection.close()
         self._idle.clear()

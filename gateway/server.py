@@ -171,6 +171,7 @@ class ClientConnection(asyncio.Protocol):
         self._state = _State.IDLE
         self._deadline = server.plane.clock() + server.limits.head_seconds
         self._head_bytes = 0
+        self._header_bytes = 0
         self._target = b""
         self._headers: Headers = []
         self._body: list[bytes] = []
@@ -208,7 +209,7 @@ class ClientConnection(asyncio.Protocol):
                 self._refuse(400, MalformedBody(f"not an HTTP/1.1 request: {exc}"))
             return
         if self._state is _State.HEAD and self._head_bytes > self.server.limits.max_head_bytes:
-            self._refuse(431, PayloadTooLarge("request header fields are too large"))
+            self._refuse_head()
 
     def eof_received(self) -> bool:
         """The client closed its side: it counts as gone."""
@@ -247,6 +248,7 @@ class ClientConnection(asyncio.Protocol):
         self._state = _State.HEAD
         self._target = b""
         self._headers = []
+        self._header_bytes = 0
         self._body = []
         self._body_bytes = 0
         self._deadline = self.server.plane.clock() + self.server.limits.head_seconds
@@ -258,6 +260,7 @@ class ClientConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header line, or a trailer, which is dropped."""
         if self._state is _State.HEAD:
+            self._header_bytes += len(name) + len(value) + 4
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -265,6 +268,9 @@ class ClientConnection(asyncio.Protocol):
         if self._refused or self._state is not _State.HEAD:
             return
         limits = self.server.limits
+        if self._header_bytes + len(self._target) > limits.max_head_bytes:
+            self._refuse_head()
+            return
         expects = False
         for name, value in self._headers:
             if name == b"content-length":
@@ -359,7 +365,7 @@ class ClientConnection(asyncio.Protocol):
     def reply_over(self, *, close: bool) -> None:
         """The reply was written: serve what waits, or be idle, or close."""
         self._reply = None
-        if close:
+        if close or self.server.draining:
             self._refused = True
             self._queue.clear()
             if self._transport is not None:
@@ -383,6 +389,9 @@ class ClientConnection(asyncio.Protocol):
         self._refused = True
         if self._transport is not None:
             self._transport.abort()
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, PayloadTooLarge("request header fields are too large"))
 
     def _refuse_body(self) -> None:
         limit = self.server.limits.max_body_bytes

@@ -1,5 +1,6 @@
 """A dispatcher without a core: least requests over fixed replicas, retried once elsewhere."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from backends.upstream import Timeouts, UpstreamPool
@@ -28,6 +29,7 @@ class LeastRequests:
         model: str | None = None,
         max_attempts: int = 2,
         keep_calls: bool = True,
+        on_first: Callable[[], None] = lambda: None,
     ) -> None:
         self.pools = pools
         self.timeouts = timeouts or Timeouts()
@@ -36,6 +38,7 @@ class LeastRequests:
         self.running = [0] * len(pools)
         self.calls: list[tuple] = []
         self.keep_calls = keep_calls
+        self.on_first = on_first
         self._turn = 0
 
     def open(self, relay: Relay) -> None:
@@ -52,6 +55,7 @@ class LeastRequests:
     def first_token(self, relay: Relay, attempt: int, at: float) -> None:
         """Note it."""
         self._note("first_token", relay, attempt, at)
+        self.on_first()
 
     def ended(self, relay: Relay, report: AttemptReport) -> None:
         """Note it; try elsewhere while there is a try left."""
