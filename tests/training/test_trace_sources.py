@@ -130,7 +130,7 @@ def test_agents(rng):
     fixes = agents(DATA, rng, agent="miniswe")
     later = ~fixes.roots
     shared = np.array(
-        [len(np.intersect1d(fixes.blocks_of(i), fixes.blocks_of(int(fixes.follows[i]))))
+        [len(np.intersect1d(fixes.blocks_of(int(i)), fixes.blocks_of(int(fixes.follows[i]))))
          for i in np.flatnonzero(later)]
     )  # fmt: skip
     assert shared.sum() * 64 / fixes.prompt[later].sum() > 0.85  # README: 93 % of all its input

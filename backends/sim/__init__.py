@@ -1,0 +1,1 @@
+"""Replicas as a model: physics kernels, fleets in virtual time, and servers in real time."""

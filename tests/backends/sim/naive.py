@@ -1,0 +1,258 @@
+"""An engine that walks through every iteration, written from the words of `backends.sim.replica`
+and from nothing else of it: the oracle of its closed forms.
+"""
+
+import heapq
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from math import gcd
+
+
+@dataclass(eq=False)
+class Job:
+    """A request on its way."""
+
+    name: int
+    prompt: int
+    output: int
+    blocks: list[int] = field(default_factory=list)
+    decode_on: int | None = None
+    given: int = 0
+    done: int = 0  # prompt tokens (and recomputed ones) whose KV exists
+    held: list[int] = field(default_factory=list)
+    first: float | None = None
+    finish: float | None = None
+    began: float | None = None
+    gone: float = 0.0  # when its client left, 0 while it is there
+    lost: float | None = None
+    moved: bool = False
+    decoding: bool = False
+
+    @property
+    def goal(self):
+        """Tokens whose KV is needed before the next token can come."""
+        return self.prompt + self.given
+
+
+class Engine:
+    """One replica, step by step."""
+
+    def __init__(self, profile, block):
+        self.p = profile
+        self.block = block
+        self.page = gcd(16, block)
+        self.total = int(profile.kv_capacity // self.page)
+        self.queue: list[Job] = []
+        self.running: list[Job] = []  # in order of admission
+        self.cache: OrderedDict[int, int] = (
+            OrderedDict()
+        )  # block -> holders; idle ones in LRU order
+        self.ends: float | None = None
+        self.work: dict[Job, int] = {}
+        self.up = True
+        self.preemptions = 0
+
+    def own_pages(self, job, tokens):
+        """Pages of its own that a job needs for this many tokens."""
+        return -(-(tokens - len(job.held) * self.block) // self.page)
+
+    def resident(self, job):
+        """Tokens a running job has pages for: its whole prompt is reserved while it prefills."""
+        return job.done if job.decoding else job.goal
+
+    def used(self):
+        """Pages taken."""
+        own = sum(self.own_pages(j, self.resident(j)) for j in self.running)
+        return own + len(self.cache) * (self.block // self.page)
+
+    def room(self):
+        """Pages that are free or held by nobody."""
+        idle = sum(1 for holders in self.cache.values() if holders == 0)
+        return self.total - self.used() + idle * (self.block // self.page)
+
+    def make_free(self, pages):
+        """Evict idle blocks until so many pages are free."""
+        while self.total - self.used() < pages:
+            oldest = next(b for b, holders in self.cache.items() if holders == 0)
+            del self.cache[oldest]
+
+    def let_go(self, job):
+        """A running job stops running."""
+        for b in reversed(job.held):
+            self.cache[b] -= 1
+            if self.cache[b] == 0:
+                self.cache.move_to_end(b)
+        job.held = []
+        self.running.remove(job)
+
+    def hold(self, job, b):
+        """One more holder of block b."""
+        self.cache[b] = self.cache.get(b, 0) + 1
+        job.held.append(b)
+
+    def growing(self):
+        """Pages that the next decode step takes."""
+        return sum(
+            self.own_pages(j, j.done + 1) - self.own_pages(j, j.done)
+            for j in self.running
+            if j.decoding
+        )
+
+    def begin(self, now):
+        """Form the next step."""
+        self.ends, self.work = None, {}
+        if not self.up:
+            return
+        preempted = False
+        while self.growing() > self.room():
+            last = self.running[-1]
+            self.let_go(last)
+            last.done, last.decoding = 0, False
+            self.queue.insert(0, last)
+            self.preemptions += 1
+            preempted = True
+        budget = self.p.chunk
+        for j in self.running:
+            if not j.decoding:
+                self.work[j] = min(budget, j.goal - j.done)
+                budget -= self.work[j]
+        while self.queue and budget > 0 and not preempted and len(self.running) < self.p.max_seqs:
+            j = self.queue[0]
+            moved = j.moved
+            hit = []
+            if not moved:
+                for k, b in enumerate(j.blocks[: j.prompt // self.block]):
+                    if b not in self.cache or (k + 1) * self.block > j.goal - 1:
+                        break
+                    hit.append(b)
+            tokens = j.done if moved else j.goal
+            need = -(-(tokens - len(hit) * self.block) // self.page)
+            if moved and tokens % self.page == 0:
+                need += 1
+            pinned = sum(self.block // self.page for b in hit if self.cache[b] == 0)
+            if need + self.growing() > self.room() - pinned:
+                break
+            self.queue.pop(0)
+            for b in hit:
+                self.hold(j, b)
+            self.make_free(-(-(tokens - len(hit) * self.block) // self.page))
+            self.running.append(j)
+            if moved:
+                j.decoding, j.moved = True, False
+                continue
+            j.done = len(hit) * self.block
+            if j.began is None:
+                j.began = now
+            self.work[j] = min(budget, j.goal - j.done)
+            budget -= self.work[j]
+        if not self.running:
+            return
+        self.make_free(self.growing())
+        p = self.p
+        decoding = [j for j in self.running if j.decoding]
+        context = sum(j.prompt + j.given for j in decoding)
+        tokens = sum(self.work.values())
+        pairs = sum(new * (j.done + new / 2) for j, new in self.work.items())
+        memory = p.weights + p.per_context * context
+        compute = p.per_token * (len(decoding) + tokens) + p.per_attention * pairs
+        self.ends = now + p.overhead + p.per_sequence * len(decoding) + max(memory, compute)
+
+    def finish_step(self):
+        """End the running step; returns jobs that move on to another engine."""
+        now, out = self.ends, []
+        decoding = [j for j in self.running if j.decoding]
+        for j in decoding:
+            j.done += 1
+            j.given += 1
+        for j, new in self.work.items():
+            j.done += new
+            self.publish(j)
+        for j in sorted((j for j in self.running if j.gone), key=lambda j: j.gone):
+            self.let_go(j)
+        for j in decoding:
+            if not j.gone and j.given == j.output:
+                j.finish = now
+                self.let_go(j)
+        for j in self.work:
+            if j.gone or j.done < j.goal:
+                continue
+            j.given += 1
+            j.decoding = True
+            if j.first is None:
+                j.first = now
+            if j.given == j.output:
+                j.finish = now
+                self.let_go(j)
+            elif j.decode_on is not None:
+                self.let_go(j)
+                j.decoding = False
+                out.append((j, self.work[j]))
+        self.ends = None
+        return out
+
+    def publish(self, job):
+        """Computed blocks of the prompt become shareable."""
+        whole = min(len(job.blocks), min(job.done, job.prompt) // self.block)
+        while len(job.held) < whole:
+            self.hold(job, job.blocks[len(job.held)])
+
+
+class Fleet:
+    """Engines under a script of (time, kind, engine or job); everything else follows."""
+
+    def __init__(self, profiles, block, move_per_token, move_latency, layers):
+        self.engines = [Engine(p, block) for p in profiles]
+        self.link = move_per_token, move_latency, layers
+
+    def run(self, script):
+        """Script entries: (t, "enter", job, engine), (t, "abort", job, None), (t, "kill", None,
+        engine), (t, "revive", None, engine); in order of time.
+        """
+        events = [(t, k, *rest) for k, (t, *rest) in enumerate(script)]
+        heapq.heapify(events)
+        tie = len(events)
+        while True:
+            busy = [(e.ends, i) for i, e in enumerate(self.engines) if e.ends is not None]
+            step = min(busy, default=(float("inf"), -1))
+            if not events and not busy:
+                return
+            if events and events[0][0] <= step[0]:
+                now, _, kind, job, r = heapq.heappop(events)
+                self.act(now, kind, job, r)
+                continue
+            now, r = step
+            for job, last in self.engines[r].finish_step():
+                per_token, latency, layers = self.link
+                at = max(now + last * per_token / layers, job.began + job.done * per_token)
+                tie += 1
+                heapq.heappush(events, (at + latency, tie, "arrive", job, job.decode_on))
+            self.engines[r].begin(now)
+
+    def act(self, now, kind, job, r):
+        """One line of the script."""
+        if kind == "abort":
+            job.gone = now
+            for e in self.engines:
+                if job in e.queue:
+                    e.queue.remove(job)
+            return
+        e = self.engines[r]
+        if kind == "kill":
+            for j in e.running + e.queue:
+                if not j.gone:
+                    j.lost = now
+            e.__init__(e.p, e.block)
+            e.up = False
+        elif kind == "revive":
+            e.up = True
+        else:
+            if kind == "arrive":
+                if job.gone:
+                    return
+                job.decode_on, job.moved = None, True
+            if not e.up:
+                job.lost = now
+                return
+            e.queue.append(job)
+            if e.ends is None:
+                e.begin(now)
