@@ -1,0 +1,142 @@
+"""A bad config says line, value and remedy; every shipped one loads."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sluice.cli import main
+from sluice.settings import BadConfig, load, parse
+
+ROOT = Path(__file__).parents[2]
+GOOD = """\
+models:
+  m:
+    variants:
+      v: {}
+fleet:
+  - kind: url
+    name: a
+    url: http://127.0.0.1:1
+    variant: v
+"""
+
+
+def problems(text):
+    with pytest.raises(BadConfig) as caught:
+        parse(text, "x.yaml")
+    return [str(p) for p in caught.value.problems]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_shipped_configs_load(path):
+    settings = load(path)
+    assert settings.fleet
+    assert settings.classes
+
+
+def test_the_smallest_config():
+    settings = parse(GOOD, "x.yaml")
+    assert settings.policy.kind == "best_fit"
+    assert settings.timeouts.connect_ms == 2000
+    assert settings.local_replicas == []
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (("variant: v", "variant: w"), "x.yaml:9: fleet[0].variant: unknown variant 'w'; known: v"),
+        (
+            ("    url:", "    urk:"),
+            "x.yaml:8: fleet[0].urk: unknown key 'urk'; did you mean 'url'? known: api_key_env,",
+        ),
+        (("kind: url", "kind: cloud"), "x.yaml:6: fleet[0].kind: unknown kind 'cloud'; known: loc"),
+        (
+            ("  - kind: url\n    name", "  - name"),
+            "x.yaml:6: fleet[0].kind: is required and missing",
+        ),
+        (("    name: a\n", ""), "x.yaml:6: fleet[0].name: is required and missing"),
+        (("variants:\n      v: {}", "variants: {}"), "x.yaml:3: models.m.variants: dictionary sho"),
+        (("  m:\n", "  auto:\n"), "x.yaml:2: models.auto: 'auto' is reserved"),
+        (("http://", "ftp://"), "x.yaml:8: fleet[0].url: string should match pattern"),
+        (("models", "model"), "x.yaml:1: model: unknown key 'model'; did you mean 'models'?"),
+    ],
+)
+def test_problems_name_line_value_and_remedy(change, expected):
+    assert any(p.startswith(expected) for p in problems(GOOD.replace(*change)))
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("default_class: x\n", "x.yaml:10: default_class: unknown class 'x'; known: standard"),
+        (
+            "policy:\n  kind: best_fit\n  shed_belo: 1\n",
+            "x.yaml:12: policy.shed_belo: unknown key 'shed_belo'; did you mean 'shed_below'?",
+        ),
+        (
+            "policy:\n  kind: best_fti\n",
+            "x.yaml:11: policy.kind: unknown kind 'best_fti'; did you mean 'best_fit'?",
+        ),
+        ("tenants:\n  t: {}\n", "x.yaml:11: tenants.t: no key opens this tenant"),
+        (
+            "tenants:\n  t:\n    keys: [k]\n    class: gold\n",
+            "x.yaml:13: tenants.t.class: unknown class 'gold'; known: standard",
+        ),
+        (
+            "tenants:\n  t: {keys: [k]}\n  u: {keys: [k]}\n",
+            "x.yaml:12: tenants.u.keys: a key of 't' stands here too",
+        ),
+        (
+            "tenants:\n  t: {keys: [k], models: [q]}\n",
+            "x.yaml:11: tenants.t.models: unknown model 'q'; known: m",
+        ),
+        (
+            "timeouts:\n  connect_ms: -1\n",
+            "x.yaml:11: timeouts.connect_ms: input should be greater",
+        ),
+        ("server:\n  port: 70000\n", "x.yaml:11: server.port: input should be less than or equal"),
+        ("fleet: []\n", "x.yaml:10: file: not YAML: key 'fleet' stands twice"),
+        ("a: [\n", "x.yaml:11: file: not YAML:"),
+    ],
+)
+def test_problems_of_other_sections(more, expected):
+    found = problems(GOOD + more)
+    assert any(p.startswith(expected) for p in found), found
+
+
+def test_all_problems_come_at_once():
+    text = GOOD.replace("variant: v", "variant: w") + "default_class: x\n"
+    assert len(problems(text)) == 3  # the class, the variant, and the variant that nobody serves
+
+
+def test_keys_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("T_KEYS", "one, two")
+    tenant = parse(GOOD + "tenants:\n  t: {keys_env: T_KEYS, keys: [zero]}\n", "x").tenants["t"]
+    assert tenant.all_keys() == ("zero", "one", "two")
+
+
+@pytest.mark.parametrize("text", ["", "3", "- a\n", "null"])
+def test_what_is_no_mapping_is_refused(text):
+    assert problems(text)
+
+
+def test_check_prints_problems_and_exits_with_2(tmp_path, capsys):
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(GOOD.replace("variant: v", "variant: w"))
+    assert main(["check", str(bad)]) == 2
+    assert "unknown variant 'w'" in capsys.readouterr().out
+    assert main(["check", str(bad), "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] is False
+    assert told["problems"][0]["line"] == 9
+    assert main(["check", str(tmp_path / "none.yaml")]) == 2
+    good = tmp_path / "good.yaml"
+    good.write_text(GOOD)
+    assert main(["check", str(good)]) == 0
+
+
+def test_schema_describes_every_section(capsys):
+    assert main(["schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert {"models", "fleet", "classes", "tenants", "policy"} <= set(schema["properties"])
