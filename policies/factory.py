@@ -20,7 +20,8 @@ from domain.outcome import Cause, Usage, UsageSource
 from domain.ports import Estimator, Scorer
 from domain.request import AUTO, InferenceRequest, Slo, SloClass, Tenant
 from policies.config import BestFitPolicy, PolicyConfig
-from policies.core import CoreOptions, DecisionCore
+from policies.core import DecisionCore
+from policies.options import CoreOptions
 
 
 def build_scorer(config: PolicyConfig) -> Scorer:

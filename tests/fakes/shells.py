@@ -147,5 +147,5 @@ class Shell:
         for name in ("running", "context", "backlog_tokens", "kv_used"):
             assert not getattr(columns, name).any(), name
         assert not columns.n_streams.any()
-        assert not core._claims
-        assert (core._claimed == -1).all()
+        assert not core.state._claims
+        assert (core.state.claimed == -1).all()

@@ -18,6 +18,7 @@ from domain.events import (
     Draining,
     FirstToken,
     FleetChanged,
+    ForeignLoad,
     Progress,
     Reading,
     Reason,
@@ -265,6 +266,44 @@ def test_own_requests_in_a_reading_are_not_counted_twice():
     # Measured before the end, seen after it: the ended request is still in the reading.
     shell.tell(Reading(1.7, 0, 1.55, 1.0, 0.0, None))
     assert shell.core.replica(0).foreign_running == 0
+
+
+def test_other_gateways_counts_beat_a_reading_while_they_are_fresh():
+    """ForeignLoad is exact; a reading does not overwrite it until it stops coming."""
+    shell = Shell(make_core("least_requests", fleet=small_fleet(2)))
+    shell.tell(ForeignLoad(1.0, (3.0, 0.0), (300.0, 0.0), (0.0, 0.0)))
+    shell.tell(Reading(1.1, 0, 1.1, 1.0, 0.0, None))
+    assert shell.core.replica(0).foreign_running == 3
+    shell.tell(Arrived(1.2, request("q")))
+    assert shell.sends["q"].replica == 1
+    shell.tell(Reading(3.0, 0, 2.9, 1.0, 0.0, None))
+    assert shell.core.replica(0).foreign_running == 1
+
+
+def test_a_held_request_reserves_once_and_books_when_it_is_released():
+    """Tokens are asked for when the request is held, the route when it goes."""
+    shell = Shell(make_core("least_requests", fleet=small_fleet(1, max_seqs=1)))
+    shell.tell(Arrived(0.0, request("busy", slo=Slo(), class_name="batch")))
+    shell.tell(Arrived(0.1, request("waits", slo=Slo(), class_name="batch")))
+    shell.tell(AttemptEnded(0.2, "busy", 1, Cause.FINISHED, COUNTED, 0.2))
+    commits = [
+        a for _, acts in shell.log for a in acts if isinstance(a, Commit) and a.id == "waits"
+    ]
+    assert [(c.route, c.tokens > 0) for c in commits] == [(None, True), (0, False)]
+
+
+def test_what_can_no_longer_be_met_lets_others_pass():
+    """A request of a class that is never shed goes behind what can still be met, not before it."""
+    classes = (SloClass(name="batch", rank=1, sheddable=False, patience=60.0, max_wait=90.0),)
+    shell = Shell(make_core("least_requests", fleet=small_fleet(1, max_seqs=1), classes=classes))
+    shell.tell(Arrived(0.0, request("busy", slo=Slo(), class_name="batch")))
+    shell.tell(Arrived(0.1, request("hopeless", slo=Slo(e2e=2.0), class_name="batch")))
+    shell.tell(Tick(5.0))
+    shell.tell(Arrived(5.1, request("fresh", slo=Slo(e2e=20.0), class_name="batch")))
+    shell.tell(AttemptEnded(6.0, "busy", 1, Cause.FINISHED, COUNTED, 6.0))
+    assert set(shell.sends) == {"fresh"}
+    shell.tell(AttemptEnded(7.0, "fresh", 1, Cause.FINISHED, COUNTED, 7.0))
+    assert set(shell.sends) == {"hopeless"}
 
 
 def test_a_stale_reading_degrades_to_the_ledger():

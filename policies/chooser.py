@@ -1,0 +1,292 @@
+"""Choosing a route: columns filled, room and estimates asked for, the scorer's kernel called, a
+pair picked.
+
+Looking changes nothing but the draw counter. Scorers never sample: uniforms are drawn here, a pure
+function of (seed, counter), and the propensity of what was chosen is exact for every scorer that
+does not read the draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from domain.columns import (
+    REQUEST_FLOATS,
+    FleetColumns,
+    Routes,
+    estimate_columns,
+    request_columns,
+    scores,
+)
+from domain.events import Candidate
+from domain.native import compiled
+from domain.outcome import Prediction
+from domain.ports import Estimator, Scorer
+from policies import kernels
+from policies.fleet_state import FleetState
+from policies.ledger import Entry
+from policies.options import CoreOptions
+
+
+class _Block:
+    """Columns for n requests, kept for the life of a fleet."""
+
+    __slots__ = ("allowed", "base", "cached", "draws", "estimates", "requests", "room", "scores")
+
+    def __init__(self, n: int, c: int) -> None:
+        self.base = np.zeros((len(REQUEST_FLOATS), n))
+        self.requests = request_columns(n, self.base)
+        self.cached = False
+        self.estimates = estimate_columns(n, c)
+        self.scores = scores(n, c)
+        self.allowed = np.zeros((n, c), np.bool_)
+        self.room = np.zeros((n, c), np.bool_)
+        self.draws = np.zeros((n, c))
+
+
+class _Policy:
+    """A scorer with its kernel and its way of choosing resolved for the core's columns."""
+
+    __slots__ = ("kernel", "params", "pick", "scorer", "version")
+
+    def __init__(self, scorer: Scorer, fleet: FleetColumns, routes: Routes) -> None:
+        block = _Block(1, 1)
+        self.scorer = scorer
+        self.version = scorer.version
+        self.params = scorer.params
+        self.kernel = compiled(
+            scorer.kernel,
+            scorer.params,
+            block.requests,
+            fleet,
+            routes,
+            block.estimates,
+            block.room,
+            block.draws,
+            0.0,
+            block.scores,
+        )
+        self.pick = compiled(
+            kernels.best_pair if scorer.unit == "value" else kernels.first_fit,
+            block.scores.route,
+            block.room,
+            block.requests.tie,
+        )
+
+
+@dataclass(slots=True)
+class Choice:
+    """The `index`-th of the requests that were looked at takes `route`; `p_best` is its best P(SLO)
+    anywhere.
+    """
+
+    index: int
+    route: int
+    propensity: float
+    p_best: float
+    policy: str
+    version: str
+    prediction: Prediction
+    candidates: tuple[Candidate, ...]
+
+
+class Chooser:
+    """The policy in force, its fallback, and the columns they are asked through."""
+
+    def __init__(
+        self,
+        state: FleetState,
+        estimator: Estimator,
+        scorer: Scorer,
+        fallback: Scorer,
+        options: CoreOptions,
+    ) -> None:
+        self._state = state
+        self._estimator = estimator
+        self._options = options
+        self._counter = 0
+        self._late_until = -inf
+        self._blocks: dict[int, _Block] = {}
+        self._leading = np.zeros((max(options.candidates, 1), 6))
+        self._foresight = np.zeros(9)
+        columns, routes = state.columns, state.routes
+        self._policy = _Policy(scorer, columns, routes)
+        self._fallback = _Policy(fallback, columns, routes)
+        b = _Block(1, 1)
+        row, mask, ids = np.zeros(1), np.zeros(1, np.bool_), np.zeros(1, np.int64)
+        self._room = compiled(
+            kernels.room_into, b.requests, columns, routes, b.allowed, ids, row, 0.0, b.room
+        )
+        self._draw = compiled(kernels.draw_into, 0, 0, b.draws)
+        self._uniform = compiled(kernels.uniform, 0, 0, 0)
+        self._best_chance = compiled(kernels.best_chance, mask, row)
+        self._explored = compiled(kernels.explored, mask, row, 0, *(0.0,) * 4)
+        self._leading_into = compiled(
+            kernels.leading, b.scores.route, b.room, b.estimates, 0, 0, np.zeros((1, 6))
+        )
+        self._foresight_into = compiled(kernels.foresight, columns, b.estimates, 0, 0, 0, 0, row)
+
+    @property
+    def scorer(self) -> Scorer:
+        """The policy in force."""
+        return self._policy.scorer
+
+    @property
+    def version(self) -> str:
+        """Its version."""
+        return self._policy.version
+
+    def fall_back(self, until: float) -> None:
+        """Let the fallback decide until then."""
+        self._late_until = until
+
+    def rebind(self) -> None:
+        """The fleet changed: its routes have other columns."""
+        self._blocks.clear()
+
+    def choose(self, entries: Sequence[Entry], now: float) -> Choice | None:
+        """Score (entries x routes) and pick a pair; None if nothing has room."""
+        state, options = self._state, self._options
+        block = self._filled(entries)
+        requests, estimates, room = block.requests, block.estimates, block.room
+        fleet, routes = state.columns, state.routes
+        if not self._room(
+            requests, fleet, routes, block.allowed, state.claimed, state.measured_at, now, room
+        ):
+            return None
+        policy = self._policy if now >= self._late_until else self._fallback
+        scorer = policy.scorer
+        explore = options.explore > 0.0
+        whole = scorer.needs_estimates or options.shed_below > 0.0 or explore
+        people = [entry.request for entry in entries]
+        if whole:
+            self._estimator.fill(requests, fleet, routes, room, now, estimates, people)
+        self._counter += 1
+        if scorer.random:
+            self._draw(options.seed, self._counter, block.draws)
+        score = block.scores.route
+        score.fill(-inf)
+        policy.kernel(
+            policy.params,
+            requests,
+            fleet,
+            routes,
+            estimates,
+            room,
+            block.draws,
+            now,
+            block.scores,
+        )
+        i, route = policy.pick(score, room, requests.tie)
+        if i == kernels.NONE:
+            return None
+        propensity, p_best = 1.0, 1.0
+        if whole:
+            p_best = self._best_chance(room[i], estimates.p_slo[i])
+        else:
+            # Only the chosen route is predicted: for the log, and for the learners.
+            only = np.zeros_like(room)
+            only[i, route] = True
+            self._estimator.fill(requests, fleet, routes, only, now, estimates, people)
+        if explore and entries[i].slo_class.rank > 0:
+            route, propensity = self._explored(
+                room[i],
+                estimates.p_slo[i],
+                route,
+                options.explore,
+                options.explore_within,
+                self._uniform(options.seed, self._counter, -1),
+                self._uniform(options.seed, self._counter, -2),
+            )
+        return Choice(
+            i,
+            route,
+            propensity,
+            p_best,
+            scorer.name,
+            policy.version,
+            self._prediction(block, i, route, entries[i]),
+            self._candidates(block, i, route),
+        )
+
+    def hopeless(self, entry: Entry, choice: Choice) -> bool:
+        """Whether to refuse for want of a chance: probability 1 - p / shed_below below the
+        threshold.
+        """
+        threshold = self._options.shed_below
+        if choice.p_best >= threshold or not entry.slo_class.sheddable or entry.attempts > 0:
+            return False
+        if min(entry.limits) == inf:
+            return False
+        return bool(
+            self._uniform(self._options.seed, self._counter, -3) >= choice.p_best / threshold
+        )
+
+    def _filled(self, entries: Sequence[Entry]) -> _Block:
+        """The columns of so many requests, with these in them."""
+        n = len(entries)
+        block = self._blocks.get(n)
+        if block is None:
+            block = self._blocks[n] = _Block(n, len(self._state.decode))
+        requests, cached = block.requests, block.estimates.cached
+        if block.cached:
+            cached.fill(0.0)
+            block.cached = False
+        for i, entry in enumerate(entries):
+            block.base[:, i] = entry.row
+            requests.class_id[i] = entry.slo_class.rank
+            requests.tie[i] = entry.request.tie
+            requests.length_q[i] = entry.length_q
+            allowed = block.allowed[i]
+            allowed[:] = entry.allowed
+            for route in entry.excluded:
+                allowed[route] = False
+            if entry.request.slo.quality is not None:
+                self._state.floor_into(entry.request.slo.quality, allowed)
+            if entry.request.blocks:
+                self._state.cached_into(entry, cached[i])
+                block.cached = True
+        return block
+
+    def _prediction(self, block: _Block, i: int, route: int, entry: Entry) -> Prediction:
+        state, estimates = self._state, block.estimates
+        self._foresight_into(
+            state.columns,
+            estimates,
+            i,
+            route,
+            state.decode[route],
+            state.prefill[route],
+            self._foresight,
+        )
+        p_slo, p_raw, quality, cached, wait, running, context, backlog, age = (
+            self._foresight.tolist()
+        )
+        return Prediction(
+            ttft=tuple(estimates.ttft[i, route].tolist()),
+            tpot=tuple(estimates.tpot[i, route].tolist()),
+            p_slo=p_slo,
+            p_raw=p_raw,
+            quality=quality,
+            length_mean=entry.expected,
+            length_p50=entry.median,
+            length_p90=entry.p90,
+            cached=cached,
+            wait=wait,
+            running=running,
+            context=context,
+            backlog=backlog,
+            staleness=age,
+        )
+
+    def _candidates(self, block: _Block, i: int, route: int) -> tuple[Candidate, ...]:
+        """The chosen route and the best others, for the decision log."""
+        if self._options.candidates == 0:
+            return ()
+        table = self._leading
+        count = self._leading_into(block.scores.route, block.room, block.estimates, i, route, table)
+        return tuple(Candidate(int(line[0]), *line[1:]) for line in table[:count].tolist())
