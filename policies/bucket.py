@@ -17,6 +17,7 @@ The Lua of `gateway/store` computes the same numbers; this file is its oracle.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -118,7 +119,7 @@ class RequestWindow:
         self.width = 0.0
         self.slot = 0
         self._resize(per_minute)
-        self.slot = int(now // self.width)
+        self.slot = math.floor(now / self.width)
 
     def _resize(self, per_minute: float) -> None:
         if per_minute < 0:
@@ -129,7 +130,7 @@ class RequestWindow:
 
     def advance(self, now: float) -> int:
         """Forget what is older than the window; return how many requests are in it."""
-        slot = int(now // self.width)
+        slot = math.floor(now / self.width)
         ahead = slot - self.slot
         if ahead > 0:
             counts = self.counts
@@ -168,7 +169,7 @@ class RequestWindow:
         """Take back a request that was counted at `at` and never sent."""
         self.advance(now)
         size = SLOTS + 1
-        slot = min(int(at // self.width), self.slot)
+        slot = min(math.floor(at / self.width), self.slot)
         if self.slot - slot < size and self.counts[slot % size] > 0:
             self.counts[slot % size] -= 1
             self.total -= 1
@@ -192,7 +193,7 @@ class RequestWindow:
         """Take a new limit; what was admitted lately still counts, by its age in slots."""
         self.advance(now)
         self._resize(per_minute)
-        self._shift(int(now // self.width))
+        self._shift(math.floor(now / self.width))
 
 
 class DailyWindow:
@@ -208,11 +209,11 @@ class DailyWindow:
         self.limit = limit
         self.midnight = midnight
         self.used = 0.0
-        self.day = int((now - midnight) // DAY)
+        self.day = math.floor((now - midnight) / DAY)
 
     def advance(self, now: float) -> float:
         """Start a new day if there is one; return what is used of the present one."""
-        day = int((now - self.midnight) // DAY)
+        day = math.floor((now - self.midnight) / DAY)
         if day > self.day or (day < self.day and self.day * DAY + self.midnight - now > STEP):
             self.used = self.used if day < self.day else 0.0
             self.day = day
@@ -230,7 +231,7 @@ class DailyWindow:
     def settle(self, back: float, at: float, now: float) -> None:
         """Give back (or charge, if negative) the difference of a reservation made at `at`."""
         self.advance(now)
-        if back < 0.0 or int((at - self.midnight) // DAY) >= self.day:
+        if back < 0.0 or math.floor((at - self.midnight) / DAY) >= self.day:
             self.used = max(self.used - back, 0.0)
 
     def retry_after(self, now: float) -> float:
@@ -441,6 +442,17 @@ class Account:
             meter.take(tokens, cost)
         return Admission(True, tokens, cost, now, None, None, meters)
 
+    def adopt(
+        self, *, key: str | None, model: str, tokens: float, cost: float, at: float
+    ) -> Admission:
+        """Count as running a request that was reserved elsewhere at `at`: it is charged nothing
+        here, but its end gives back here.
+        """
+        meters, _ = self._path(key, model)
+        for meter in meters:
+            meter.running += 1
+        return Admission(True, tokens, cost, at, None, None, meters)
+
     def settle(
         self, admission: Admission, *, used: float, now: float, cost: float | None = None
     ) -> None:
@@ -481,6 +493,11 @@ class Account:
                 meter.rescale(quota, now, self._midnight)
             meters[name] = meter
         return meters
+
+    def meter(self, name: str) -> Meter:
+        """One meter by its name in `usage`."""
+        kind, _, rest = name.partition(":")
+        return {"tenant": {"": self._own}, "key": self._keys, "model": self._models}[kind][rest]
 
     def standing(self, *, key: str | None, model: str, now: float) -> Standing:
         """The tightest of this client's request and token limits."""

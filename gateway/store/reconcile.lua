@@ -1,0 +1,27 @@
+-- After an outage: charge what a gateway let pass on its own share of a tenant's quotas.
+-- KEYS: meters, held, leases of the tenant.
+-- ARGV: id of this gateway's outage, keep s, quotas and hints (msgpack), per meter {tokens, cost,
+--   requests let pass alone, requests of the last minute in all} (msgpack), the epoch it knew,
+--   a new epoch if there is none.
+-- Returns meter.lua's answer. The same outage is charged once. A server that kept its state gets
+-- the requests let pass alone; one that came back empty all of the last minute.
+local id, keep = ARGV[1], tonumber(ARGV[2])
+local quotas, hints, away = cmsgpack.unpack(ARGV[3]), cmsgpack.unpack(ARGV[4]), cmsgpack.unpack(ARGV[5])
+local now = clock()
+
+local states, epoch, existed = load(KEYS, quotas, hints, now)
+local same = epoch == ARGV[6]
+epoch = epoch or ARGV[7]
+if redis.call('HGET', KEYS[2], id) then return answer(1, nil, nil, epoch, states) end
+for i, quota in ipairs(quotas) do
+  local s, spent = states[i], away[i]
+  give_back(s, quota, -spent[1], -spent[2], now, now)
+  if quota[4] >= 0 then
+    advance(s, now)
+    count(s, (same and existed[i]) and spent[3] or spent[4])
+  end
+  s[SPENT] = s[SPENT] + spent[1]
+end
+save(KEYS, quotas, states, epoch)
+hold(KEYS, id, {DONE}, now + keep)
+return answer(1, nil, nil, epoch, states)
