@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Built parts of a gateway. `event_header` is what the core was built from, as JSON values."""
+    """Built parts of a gateway. `event_header` is what the core was built from, as plain values."""
 
     core: Core
     store: Store

@@ -1,6 +1,6 @@
 """Every event of the decision core in a file, so that a run can be lived through again.
 
-A file is a header (what the core was built from, as JSON) and frames, all length-prefixed msgpack:
+A file is a header (what the core was built from) and frames, all length-prefixed msgpack:
 [kind, event, digest of the actions it gave]. A fresh core built from the same header and fed the
 same events gives the same actions; `replay` says where it does not.
 """
@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self, get_args
 
 import msgspec
-import orjson
 
 from domain.events import Action, Event
 
@@ -47,7 +46,7 @@ class EventLog:
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("wb", buffering=BUFFER_BYTES)
-        header = orjson.dumps(self._header)
+        header = _ENCODER.encode(self._header)
         self._file.write(MAGIC + len(header).to_bytes(4, "little") + header)
         return self
 
@@ -126,5 +125,5 @@ def _header(file: BinaryIO, path: Path) -> dict[str, Any]:
     if file.read(len(MAGIC)) != MAGIC:
         raise ValueError(f"{path} is no event log of this version (expected {MAGIC!r})")
     size = int.from_bytes(file.read(4), "little")
-    header: dict[str, Any] = orjson.loads(file.read(size))
+    header: dict[str, Any] = msgspec.msgpack.decode(file.read(size))
     return header
