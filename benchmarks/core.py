@@ -126,7 +126,9 @@ def arrivals_us(name: str, m: int, waiting: int, count: int) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--policy", default="best_fit")
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--repeat", type=int, default=5)
@@ -138,9 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     for m in (8, 64):
         for waiting in (0, 100, 1000, 10_000):
-            values = [
-                arrivals_us(args.policy, m, waiting, args.count) for _ in range(args.repeat)
-            ]
+            values = [arrivals_us(args.policy, m, waiting, args.count) for _ in range(args.repeat)]
             rows.append(
                 {
                     "replicas": m,
