@@ -294,8 +294,9 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """The request is over, exactly once. `refund` tokens (may be negative: a charge) go back to the
-    tenant. `cost` is the actual price, None where it was not worked out.
+    """The request is over, exactly once. It used `tokens`; none means that it has cost nothing, not
+    even a request. `refund` tokens (may be negative: a charge) go back to the tenant. `cost` is the
+    actual price, None where it was not worked out.
     """
 
     id: str

@@ -114,16 +114,21 @@ class _Held:
     cost: float
     at: float
     place: _Place = _Place.ASKED
+    refused: Committed | None = None
+    followers: list[_Pending] = field(default_factory=list)
     admission: Admission | None = None
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A commit whose answer is awaited."""
+    """A commit whose answer is awaited. `held` is what it reserves; `earlier` what an earlier
+    commit of the same id does, whose answer comes first and may be no.
+    """
 
     action: Commit
     replies: int
     held: _Held | None
+    earlier: _Held | None
     lost: bool = False
     booked: bool = True
     answer: _Answer | None = None
@@ -300,9 +305,13 @@ class RedisStore:
         self.counts.commits += 1
         held = self._new_hold(action, now)
         book = self._booking(action)
+        earlier = self._held.get(action.id) if held is None else None
         if held is None and book is None:
-            return Committed(now, action.id, action.attempt)
-        pending = _Pending(action, (held is not None) + (book is not None), held)
+            if earlier is None or earlier.place is not _Place.ASKED:
+                return Committed(now, action.id, action.attempt)
+            earlier.followers.append(_Pending(action, 1, None, earlier))
+            return None
+        pending = _Pending(action, (held is not None) + (book is not None), held, earlier)
         if not self._link.up:
             return self._alone(pending, now)
         if held is not None:
@@ -316,7 +325,7 @@ class RedisStore:
         held = self._held.pop(action.id, None)
         if held is None:
             return
-        revoke = action.outcome.sent is None
+        revoke = action.tokens <= 0.0
         used = 0.0 if revoke else held.tokens - action.refund
         cost = 0.0 if revoke else held.cost if action.cost is None else action.cost
         state = self._tenants[held.tenant]
@@ -438,7 +447,13 @@ class RedisStore:
         pending.replies -= 1
         if pending.replies:
             return
-        now = self._clock()
+        self._decide(pending, self._clock())
+        if pending.held is not None:
+            for follower in pending.held.followers:
+                self._replied(follower)
+
+    def _decide(self, pending: _Pending, now: float) -> None:
+        """Turn the replies of a commit into its answer."""
         if pending.lost:
             self._answer(self._alone(pending, now))
             return
@@ -447,7 +462,7 @@ class RedisStore:
         if not pending.booked:
             self.counts.refused_bookings += 1
         if answer is None or pending.held is None:
-            self._answer(Committed(now, action.id, action.attempt, True, pending.booked))
+            self._answer(self._booked(pending, now))
             return
         held = pending.held
         if reserved:
@@ -458,17 +473,24 @@ class RedisStore:
         else:
             self.counts.refused += 1
             self._held.pop(action.id, None)
-        self._answer(
-            Committed(
-                now,
-                action.id,
-                action.attempt,
-                reserved,
-                pending.booked,
-                answer.wait if answer.wait >= 0 else None,
-                min((seen[0] for seen in answer.seen), default=None),
-            )
+        committed = Committed(
+            now,
+            action.id,
+            action.attempt,
+            reserved,
+            pending.booked,
+            answer.wait if answer.wait >= 0 else None,
+            min((seen[0] for seen in answer.seen), default=None),
         )
+        held.refused = None if reserved else committed
+        self._answer(committed)
+
+    def _booked(self, pending: _Pending, now: float) -> Committed:
+        """The answer to a commit that only books; no if the reservation before it was refused."""
+        action = pending.action
+        refused = pending.earlier.refused if pending.earlier is not None else None
+        wait = refused.retry_after if refused is not None else None
+        return Committed(now, action.id, action.attempt, refused is None, pending.booked, wait)
 
     def _see(self, held: _Held, answer: _Answer) -> None:
         now = self._clock()
@@ -619,7 +641,7 @@ class RedisStore:
         action, held = pending.action, pending.held
         self.counts.decided_alone += 1
         if held is None:
-            return Committed(now, action.id, action.attempt, True, pending.booked)
+            return self._booked(pending, now)
         state = self._tenants[held.tenant]
         admission = self._account(held.tenant, now).admit(
             key=held.key,
@@ -644,9 +666,11 @@ class RedisStore:
                 window.take()
             for name in () if asked else held.path.names:
                 state.tallies.setdefault(name, _Tally()).requests += 1
-        return Committed(
+        committed = Committed(
             now, action.id, action.attempt, admission.ok, pending.booked, admission.retry_after
         )
+        held.refused = None if admission.ok else committed
+        return committed
 
     def _came_back(self) -> None:
         """Charge, settle, adopt: in this order on one connection, before anything new."""

@@ -58,18 +58,16 @@ class Gateway:
             self.answer(at_once)
         return await asyncio.wait_for(future, 1.0)
 
-    def settle(self, commit, used, *, sent=True):
+    def settle(self, commit, used):
         """End a request."""
         now = asyncio.get_running_loop().time()
-        self.store.settle(settle(commit, used, now, sent=sent), now)
+        self.store.settle(settle(commit, used, now), now)
 
 
-def settle(commit, used, now, *, sent=True):
+def settle(commit, used, now):
     request = InferenceRequest(id=commit.id, tenant=commit.tenant, model="m", prompt_tokens=1.0)
-    outcome = Outcome(
-        request=request, cause=Cause.FINISHED, arrived=now, ended=now, sent=now if sent else None
-    )
-    return Settle(commit.id, commit.tenant, commit.tokens, commit.tokens - used, outcome)
+    outcome = Outcome(request=request, cause=Cause.FINISHED, arrived=now, ended=now)
+    return Settle(commit.id, commit.tenant, used, commit.tokens - used, outcome)
 
 
 def commit(tokens=100.0, tenant="t", attempt=1, ident=None, key="k"):
@@ -156,7 +154,7 @@ def test_slots_come_free_when_requests_end(kind, server):
         for i in range(40):
             asked = commit(tokens=10.0)
             assert (await gateway.ask(asked)).reserved
-            gateway.settle(asked, 10.0, sent=bool(i % 3))
+            gateway.settle(asked, 10.0 * (i % 3))
 
     run(kind, server, scenario)
 
@@ -184,3 +182,16 @@ def test_a_refusal_names_a_wait_and_costs_nothing(kind, server):
         assert (await gateway.ask(commit(tokens=1000.0))).reserved
 
     run(kind, server, scenario)
+
+
+def test_a_booking_asked_for_before_its_reservation_was_refused_is_refused_too(server):
+    """A held request may be released while its reservation is still on its way."""
+
+    async def scenario(gateway):
+        await gateway.ask(commit(tokens=8000.0))
+        held = commit(tokens=9000.0, attempt=0)
+        release = commit(tokens=0.0, attempt=1, ident=held.id)
+        answers = await asyncio.gather(gateway.ask(held), gateway.ask(release))
+        assert [a.reserved for a in answers] == [False, False]
+
+    run("redis", server, scenario)
