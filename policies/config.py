@@ -38,6 +38,7 @@ class ClassicPolicy(_Policy):
         "least_tokens",
         "power_of_two",
         "lmetric",
+        "pools",
     ]
 
 
@@ -51,4 +52,60 @@ class BestFitPolicy(_Policy):
     e2e_margin: Share = 0.8  # of the E2E limit
 
 
-PolicyConfig = Annotated[ClassicPolicy | BestFitPolicy, Field(discriminator="kind")]
+class PrefixAffinityPolicy(_Policy):
+    """Prefix affinity weighed against load."""
+
+    kind: Literal["prefix_affinity"]
+    prefix: float = Field(default=3.0, ge=0.0)  # weight of the cached share of the prompt
+    queue: float = Field(default=2.0, ge=0.0)  # weight of having few requests in flight
+    memory: float = Field(default=2.0, ge=0.0)  # weight of a free KV cache
+
+
+class StickyPolicy(_Policy):
+    """The cache-warm replica until it is saturated, else the least loaded."""
+
+    kind: Literal["sticky"]
+    saturated_ms: float = Field(default=1000.0, gt=0.0)  # prefill backlog that ends stickiness
+    session: Share = 0.5  # warmth of a replica that the session ran on, as a share of the prompt
+    prefill_bound: bool = False  # load is pending prefill time instead of requests in flight
+
+
+class PredictedPolicy(_Policy):
+    """Lowest predicted latency, greedily."""
+
+    kind: Literal["predicted"]
+    ttft: float = Field(default=1.0, ge=0.0)  # weight of a second before the first token
+    decode: float = Field(default=1.0, ge=0.0)  # weight of a second after it
+
+
+class JustEnoughPolicy(_Policy):
+    """The slowest route that still meets the limits."""
+
+    kind: Literal["just_enough"]
+    shed_below: Share = 0.05  # as best-fit
+    margin: Share = 0.8  # share of each limit that a prediction may use
+
+
+class MarginalPolicy(_Policy):
+    """Marginal goodput: P(all limits met) minus what others lose minus the price of the work."""
+
+    kind: Literal["marginal"]
+    shed_below: Share = 0.05  # as best-fit
+    loss: float = Field(default=1.0, ge=0.0)  # a limit lost by another counts as one of its own
+    price: float = Field(default=0.05, ge=0.0)  # value of one unit of price x second of work
+    sharpness: float = Field(default=12.0, gt=0.0)  # slope at the limit: 10 % over is met in 1 of 4
+    least_left_tokens: float = Field(default=8.0, ge=1.0)  # left of a stream past its forecast
+    foreign_tpot_ms: float = Field(default=0.0, ge=0.0)  # assumed of foreign streams; 0: own limit
+    size: float = Field(default=0.0, ge=0.0, le=2.0)  # 0 counts requests, 1 counts work
+
+
+PolicyConfig = Annotated[
+    ClassicPolicy
+    | BestFitPolicy
+    | PrefixAffinityPolicy
+    | StickyPolicy
+    | PredictedPolicy
+    | JustEnoughPolicy
+    | MarginalPolicy,
+    Field(discriminator="kind"),
+]

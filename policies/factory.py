@@ -35,6 +35,41 @@ def build_scorer(config: PolicyConfig) -> Scorer:
             from policies.scorers.lmetric import LMETRIC
 
             return LMETRIC
+        case "prefix_affinity":
+            from policies.scorers.prefix import prefix_affinity
+
+            return prefix_affinity(config.prefix, config.queue, config.memory)
+        case "sticky":
+            from policies.scorers.prefix import sticky
+
+            return sticky(
+                config.saturated_ms / 1000.0, config.session, prefill_bound=config.prefill_bound
+            )
+        case "predicted":
+            from policies.scorers.predicted import predicted
+
+            return predicted(config.ttft, config.decode)
+        case "just_enough":
+            from policies.scorers.just_enough import just_enough
+
+            return just_enough(config.margin)
+        case "pools":
+            from policies.scorers.pools import POOLS
+
+            return POOLS
+        case "marginal":
+            from policies.scorers.marginal import MarginalParams, marginal
+
+            return marginal(
+                MarginalParams(
+                    loss=config.loss,
+                    price=config.price,
+                    sharpness=config.sharpness,
+                    least_left=config.least_left_tokens,
+                    foreign_tpot=config.foreign_tpot_ms / 1000.0,
+                    size=config.size,
+                )
+            )
         case kind:
             from policies.scorers import classic
 

@@ -491,6 +491,22 @@ def foresight(
 
 
 @njit(cache=True, error_model="numpy")
+def step_time(
+    fleet: FleetColumns, r: int, batch: float, context: float, prefill: float, cached: float
+) -> float:
+    """Seconds of one engine step of replica r by its profile (`domain.fleet.Profile`).
+
+    `prefill` new tokens after `cached` ones, beside `batch` sequences with `context` resident
+    tokens.
+    """
+    memory = fleet.weights[r] + fleet.per_context[r] * context
+    compute = fleet.per_token[r] * (batch + prefill)
+    compute += fleet.per_attention[r] * prefill * (cached + prefill / 2.0)
+    step: float = fleet.overhead[r] + fleet.per_sequence[r] * batch + max(memory, compute)
+    return step
+
+
+@njit(cache=True, error_model="numpy")
 def fastest(
     fleet: FleetColumns, routes: Routes, allowed: Bools, prompt: float, expected: float
 ) -> tuple[float, float]:

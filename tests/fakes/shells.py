@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pydantic import TypeAdapter
+
 from domain.events import (
     Abort,
     Action,
@@ -18,7 +20,7 @@ from domain.events import (
 )
 from domain.fleet import FleetSpec, Profile, ReplicaSpec, Variant
 from domain.request import InferenceRequest, Slo, SloClass, Tenant
-from policies.config import BestFitPolicy, ClassicPolicy, PolicyConfig
+from policies.config import PolicyConfig
 from policies.core import DecisionCore
 from policies.factory import build_core
 from predictors.estimator import BaselineEstimator
@@ -32,7 +34,15 @@ SCORERS = (
     "power_of_two",
     "lmetric",
     "best_fit",
+    "prefix_affinity",
+    "sticky",
+    "predicted",
+    "just_enough",
+    "pools",
+    "marginal",
 )
+
+_POLICY = TypeAdapter(PolicyConfig)
 
 CLASSES = (
     SloClass(name="interactive", rank=0, slo=Slo(ttft=1.0, tpot=0.1)),
@@ -43,7 +53,7 @@ CLASSES = (
 
 def policy(kind: str, **kwargs) -> PolicyConfig:
     """The configuration of a policy by name."""
-    return BestFitPolicy(**kwargs) if kind == "best_fit" else ClassicPolicy(kind=kind, **kwargs)
+    return _POLICY.validate_python({"kind": kind} | kwargs)
 
 
 def small_fleet(m: int = 3, **profile) -> FleetSpec:

@@ -1,0 +1,172 @@
+"""What each scorer should say, once more and independently: whole-array numpy, no kernels.
+
+Every function maps (state, params) to scores (n, c) before masking.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.special import expit
+
+
+def _batch(s):
+    return (s.fleet.running + s.fleet.foreign_running)[s.routes.decode]
+
+
+def _backlog(s):
+    return (s.fleet.backlog_tokens + s.fleet.foreign_backlog)[s.routes.prefill]
+
+
+def _wide(s, row):
+    return np.broadcast_to(row, s.mask.shape)
+
+
+def _median(s):
+    ttft, tpot = np.median(s.estimates.ttft, axis=2), np.median(s.estimates.tpot, axis=2)
+    decode = np.maximum(s.requests.expected - 1, 0)[:, None] * tpot
+    return ttft, tpot, decode
+
+
+def _since_arrival(s):
+    ttft, tpot, decode = _median(s)
+    ttft = ttft + (s.now - s.requests.arrived)[:, None]
+    return ttft, tpot, ttft + decode
+
+
+def random(s, p):
+    return s.draws
+
+
+def round_robin(s, p):
+    return _wide(s, -(1 + s.fleet.dispatched)[s.routes.decode])
+
+
+def weighted_round_robin(s, p):
+    return _wide(s, (-(1 + s.fleet.dispatched) / s.fleet.speed)[s.routes.decode])
+
+
+def least_requests(s, p):
+    return _wide(s, -_batch(s))
+
+
+def least_tokens(s, p):
+    return _wide(s, -(s.fleet.context + s.fleet.foreign_context)[s.routes.decode])
+
+
+def power_of_two(s, p):
+    order = np.argsort(-np.where(s.mask, s.draws, -1.0), axis=1, kind="stable")
+    rank = np.argsort(order, axis=1, kind="stable")
+    return np.where(rank < 2, -_batch(s), -np.inf)
+
+
+def lmetric(s, p):
+    return -(_backlog(s) + s.requests.prompt[:, None] - s.estimates.cached) * (_batch(s) + 1)
+
+
+def best_fit(s, p):
+    ttft, tpot, e2e = _since_arrival(s)
+    limits = np.stack([s.requests.ttft, s.requests.tpot, s.requests.e2e])
+    used = np.stack([ttft, tpot, e2e]) / limits[:, :, None]
+    headroom = (np.asarray(p)[:, None, None] - used).min(axis=0)
+    free = np.isinf(limits).all(axis=0)[:, None]
+    return np.where(free, 1 / (1 + e2e), np.where(headroom >= 0, 2 - headroom, headroom))
+
+
+def prefix_affinity(s, p):
+    load = np.where(s.mask, _batch(s), np.nan)
+    least, most = (f.reduce(load, axis=1, keepdims=True) for f in (np.fmin, np.fmax))
+    spare = np.where(most > least, (most - load) / np.where(most > least, most - least, 1), 1)
+    used = (s.fleet.kv_used + s.fleet.foreign_context) / s.fleet.kv_capacity
+    free = np.clip(1 - used, 0, None)[s.routes.decode]
+    return p[0] * s.estimates.cached / s.requests.prompt[:, None] + p[1] * spare + p[2] * free
+
+
+def sticky(s, p):
+    pending = _backlog(s) * s.fleet.per_token[s.routes.prefill]
+    warm = s.estimates.cached / s.requests.prompt[:, None]
+    warm = np.where(s.estimates.sticky > 0, np.maximum(warm, p[1]), warm)
+    load = pending if p[2] > 0 else _batch(s)
+    return np.where((warm > 0) & (pending <= p[0]), 1 + warm, -load / (1 + load))
+
+
+def predicted(s, p):
+    ttft, _, decode = _median(s)
+    return -p[0] * ttft - p[1] * decode
+
+
+def just_enough(s, p):
+    ttft, tpot, e2e = _since_arrival(s)
+    limits = [limit[:, None] for limit in (s.requests.ttft, s.requests.tpot, s.requests.e2e)]
+    meets = np.all([x <= p[0] * y for x, y in zip((ttft, tpot, e2e), limits, strict=True)], axis=0)
+    meets &= np.any(np.isfinite(limits), axis=0)
+    return np.where(meets, 2 - 1 / (1 + e2e), 1 / (1 + e2e))
+
+
+def pools(s, p):
+    length = (s.requests.prompt + s.requests.expected)[:, None]
+    low, high = s.fleet.pool_low[s.routes.decode], s.fleet.pool_high[s.routes.decode]
+    load = _batch(s)
+    away = np.where(length < low, low - length, length - high + 1)
+    return np.where((low <= length) & (length < high), 1 / (1 + load), -away - load / (1 + load))
+
+
+def _step(fleet, d, batch, context, prefill=0.0, cached=0.0):
+    """The step time as `domain.fleet.Profile` words it."""
+    memory = fleet.weights[d] + fleet.per_context[d] * context
+    compute = fleet.per_token[d] * (batch + prefill)
+    compute = compute + fleet.per_attention[d] * prefill * (cached + prefill / 2)
+    return fleet.overhead[d] + fleet.per_sequence[d] * batch + np.maximum(memory, compute)
+
+
+def _stream_losses(s, p, d, expected, before, after, pause):
+    """Sum over the streams of replica d of worth x (chance alone - chance joined)."""
+    f, k = s.fleet, slice(0, s.fleet.n_streams[d])
+    tokens, decoding = f.tokens[d, k], f.tokens[d, k] > 0
+    began = np.where(decoding, f.first_at[d, k], s.now)
+    left = np.maximum(f.expected[d, k] - tokens, p[3])
+    worth = ((f.prompt[d, k] + 5 * (tokens + left)) / 1000) ** p[5]
+
+    def chance(extra):
+        rest = left * before + extra
+        pace = (s.now - began + rest) / np.maximum(tokens + left - 1, 1)
+        late = rest / np.maximum(f.e2e_deadline[d, k] - s.now, 1e-9)
+        both = [-p[2] * (x - 1) for x in (pace / f.tpot_limit[d, k], late)]
+        gates = np.isinf(f.tpot_limit[d, k]), np.isinf(f.e2e_deadline[d, k])
+        return np.prod([np.where(g, 1, expit(x)) for g, x in zip(gates, both, strict=True)], axis=0)
+
+    extra = np.minimum(left, expected) * (after - before) + pause
+    alive = began <= f.ttft_deadline[d, k]
+    return float((worth * alive * (chance(0.0) - chance(extra))).sum())
+
+
+def marginal(s, p):
+    out = np.zeros(s.mask.shape)
+    q, f, e = s.requests, s.fleet, s.estimates
+    for i, c in np.ndindex(out.shape):
+        d, r = s.routes.decode[c], s.routes.prefill[c]
+        batch = f.running[d] + f.foreign_running[d]
+        context = f.context[d] + f.foreign_context[d]
+        new = max(q.prompt[i] - e.cached[i, c], 1)
+        half = context + q.prompt[i] + q.expected[i] / 2
+        after = np.median(e.tpot[i, c])
+        scale = after / _step(f, d, batch + 1, half)
+        before = scale * _step(f, d, batch, context)
+        steps = np.ceil(new / f.chunk[d])
+        beside = _step(f, d, batch, context, new / steps, e.cached[i, c])
+        pause = (steps * (scale * beside - before)) * (r == d)
+        lost = _stream_losses(s, p, d, q.expected[i], before, after, pause)
+        limit = p[4] or q.tpot[i]
+        run = max(q.expected[i] / 2, p[3])
+        worth = ((q.prompt[i] + 5 * q.expected[i]) / 1000) ** p[5]
+        slower = before + (run * (after - before) + pause) / (2 * run)
+        if np.isfinite(limit):
+            gates = [expit(-p[2] * (x / limit - 1)) for x in (before, slower)]
+            lost += f.foreign_running[d] * worth * (gates[0] - gates[1])
+        work = new * f.per_token[r] + q.expected[i] * (
+            f.per_sequence[d]
+            + f.per_token[d]
+            + f.per_context[d] * (q.prompt[i] + q.expected[i] / 2)
+        )
+        out[i, c] = q.weight[i] * worth * e.p_slo[i, c] - p[0] * lost
+        out[i, c] -= p[1] * s.routes.price[c] * work
+    return out
