@@ -936,3 +936,14 @@ def next_event(ph: Physics) -> tuple[float, int]:
     if ph.n_moving[0] > 0 and ph.ready_at[0] < at:
         return ph.ready_at[0], np.int64(NONE)
     return at, r
+
+
+@njit(cache=True, error_model="numpy")
+def next_step(ph: Physics, r: int, now: float) -> float:
+    """When the step that runs at `now` ends; inf when idle."""
+    if ph.replica[r].stretch == 0:
+        return np.inf
+    done = steps_done(ph, r, now)
+    if done >= ph.replica[r].stretch:
+        return ph.replica[r].end
+    return ph.replica[r].clock + span(ph, r, done + 1)
