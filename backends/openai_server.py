@@ -61,8 +61,7 @@ class _Extras(msgspec.Struct):
 
     ignore_eos: bool = False
     min_tokens: int = 0
-    priority: int = 0
-    cache_salt: str | None = None
+    n_predict: int | None = None
 
 
 _decode_extras = msgspec.json.Decoder(_Extras).decode
@@ -72,14 +71,15 @@ _decode_extras = msgspec.json.Decoder(_Extras).decode
 class Call:
     """One choice of one request, on its way through the generator.
 
-    `prompt_tokens` are counted from text (4 characters a token) or given as ids. `exact` says that
-    exactly `max_tokens` are wanted (`ignore_eos`). The generator calls `token` for each piece of
-    text, then `finish` or `fail`, and nothing after `cancel`.
+    `prompt_tokens` are counted from text (4 characters a token) or given as ids. `exact` is how
+    many tokens are wanted, where the request fixes it: `n_predict` (llama.cpp's own field, which a
+    gateway does not read), or `max_tokens` with `ignore_eos`. The generator calls `token` for each
+    piece of text, then `finish` or `fail`, and nothing after `cancel`.
     """
 
     facts: RequestFacts
     prompt_tokens: int
-    exact: bool
+    exact: int | None
     min_tokens: int
     index: int
     answer: _Answer
@@ -487,12 +487,15 @@ class OpenAIServer(AbstractAsyncContextManager["OpenAIServer"]):
             connection.answered()
             return
         answer = _Answer(connection, facts, next(self._serial))
+        exact = facts.max_tokens if extras.ignore_eos else None
+        if extras.n_predict is not None:
+            exact = extras.n_predict
         tokens = max(facts.prompt_ids + round(facts.prompt_chars / CHARS_PER_TOKEN), 1)
         answer.calls = [
             Call(
                 facts=facts,
                 prompt_tokens=tokens,
-                exact=extras.ignore_eos and facts.max_tokens is not None,
+                exact=exact,
                 min_tokens=extras.min_tokens,
                 index=index,
                 answer=answer,

@@ -31,6 +31,7 @@ SUBCOMMANDS = {
     "schema": Subcommand("sluice.schema", "print the config's JSON Schema"),
     "explain": Subcommand("sluice.explain", "why a request went where it went"),
     "verify": Subcommand("sluice.verify", "live a recorded run through again, event by event"),
+    "emulate": Subcommand("sluice.emulate", "a fleet of emulated replicas on real ports"),
     "replay": Subcommand("sluice.replay", "open-loop load against any OpenAI URL; goodput"),
 }
 

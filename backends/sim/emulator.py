@@ -3,8 +3,9 @@
 Model time is (real time - start) / `dilate`; nothing is paced by sleeping from one token to the
 next: every step has its absolute time, and a late wake-up catches up without moving the schedule.
 A client that leaves aborts its job. A prompt's text counts at 4 characters a token and its chunks
-of 64 tokens are the prefix blocks. The answer's length is `max_tokens` with `ignore_eos`, else a
-draw (fixed by the prompt and `seed`) from a log-normal, under `min_tokens` and `max_tokens`.
+of 64 tokens are the prefix blocks. The answer's length is `n_predict`, or `max_tokens` with
+`ignore_eos`, else a draw (fixed by the prompt and `seed`) from a log-normal, under `min_tokens` and
+`max_tokens`.
 
 Metrics carry vLLM's names; the pages that routers of vLLM and SGLang ask for are there. Faults are
 switched on by `POST /emulator/fault` with a JSON of `Faults`.
@@ -285,8 +286,8 @@ class EmulatedReplica:
     def _output(self, call: Call) -> int:
         """Tokens of the answer."""
         facts = call.facts
-        if call.exact and facts.max_tokens is not None:
-            return max(facts.max_tokens, 1)
+        if call.exact is not None:
+            return max(call.exact, 1)
         median, sigma = self._length
         text = zlib.crc32(facts.user_text.encode())
         rng = np.random.default_rng([self._seed, text, call.index])
