@@ -167,7 +167,8 @@ async def placed(settings: Settings) -> AsyncIterator[list[Place]]:
                             port=r.port,
                         )
                         for r in settings.local_replicas
-                    ]
+                    ],
+                    settings.local_cache,
                 )
             )
         places = []

@@ -51,6 +51,7 @@ class Settings(Section):
     monitor: MonitorConfig = MonitorConfig()
     breaker: BreakerConfig = BreakerConfig()
     logs: LogsConfig = LogsConfig()
+    local_cache: Path | None = None  # model files of local replicas; None: ~/.cache/sluice
 
     @property
     def local_replicas(self) -> list[LocalReplicaConfig]:
