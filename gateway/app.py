@@ -34,6 +34,7 @@ from gateway.relay import Plane
 from gateway.routes import Desk, build_router, inference_routes
 from gateway.server import GatewayServer, ServerLimits
 from gateway.shell import Core, LearnTokens, Shell
+from gateway.tenants import AdminKey
 
 _log = logging.getLogger(__name__)
 
@@ -112,13 +113,14 @@ async def running(parts: Parts) -> AsyncIterator[Gateway]:
             Monitor(parts.fleet.targets, shell, _pace(parts.monitor)).watching()
         )
         plane = Plane(dispatcher=shell, parser=RequestParser())
+        admin_hash = parts.server.admin_key_hash
         desk = Desk(
             shell=shell,
             identify=parts.identify,
             metrics=metrics,
             log=log,
             started_at=int(time.time()),
-            admin_key=parts.server.admin_key(),
+            admin_key=AdminKey(admin_hash) if admin_hash is not None else None,
         )
         app = create_app(desk, plane)
         server = GatewayServer(

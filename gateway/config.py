@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from domain.fleet import Profile, ProfileKey, Variant
-from domain.request import Quota, Slo, SloClass, Tenant
+from domain.request import Slo, SloClass
 from domain.units import Probability, Seconds, SecondsPerToken, seconds_from_ms
 
 Positive = Annotated[float, Field(gt=0)]
@@ -29,12 +29,8 @@ class ServerConfig(Section):
     host: str = "127.0.0.1"  # reachable from outside only when somebody says so
     port: Annotated[int, Field(ge=0, le=65535)] = 8080  # 0 takes any free port
     body_limit_kb: Annotated[int, Field(ge=1)] = 32_768  # a few images; prompts end near 1 MiB
-    admin_key_env: str = "SLUICE_ADMIN_KEY"  # /admin is closed while this variable is empty
+    admin_key_hash: str | None = None  # `sluice key` prints it; None: /admin from this machine only
     drain_ms: NotNegative = 10_000  # running streams may finish for so long after SIGTERM
-
-    def admin_key(self) -> str | None:
-        """The key that opens `/admin`, from the environment."""
-        return os.environ.get(self.admin_key_env) or None
 
 
 class ProfileConfig(Section):
@@ -181,48 +177,6 @@ class ClassConfig(Section):
             patience=seconds_from_ms(self.patience_ms),
             max_wait=seconds_from_ms(self.max_wait_ms),
         )
-
-
-class QuotaConfig(Section):
-    """Limits of a tenant; what is left out is not limited."""
-
-    requests_per_minute: NotNegative | None = None
-    tokens_per_minute: NotNegative | None = None
-    burst_tokens: NotNegative | None = None
-    concurrency: Annotated[int, Field(ge=0)] | None = None
-    max_prompt_tokens: Annotated[int, Field(ge=0)] | None = None
-    daily_tokens: NotNegative | None = None
-    daily_cost: NotNegative | None = None
-
-
-class TenantConfig(Section):
-    """Who may ask. Keys stand here or, better, comma-separated in the variable `keys_env`."""
-
-    keys: tuple[str, ...] = ()
-    keys_env: str | None = None
-    class_name: Annotated[str | None, Field(alias="class")] = None
-    weight: Positive = 1.0
-    models: frozenset[str] | None = None
-    quota: QuotaConfig = QuotaConfig()
-    isolate_cache: bool = False
-    log_text: bool = False
-
-    def tenant(self, name: str) -> Tenant:
-        """The tenant without its keys."""
-        return Tenant(
-            name=name,
-            weight=self.weight,
-            class_name=self.class_name,
-            models=self.models,
-            quota=Quota(**self.quota.model_dump()),
-            isolate_cache=self.isolate_cache,
-            log_text=self.log_text,
-        )
-
-    def all_keys(self) -> tuple[str, ...]:
-        """Keys of the file and of the environment."""
-        named = os.environ.get(self.keys_env, "") if self.keys_env else ""
-        return (*self.keys, *(key.strip() for key in named.split(",") if key.strip()))
 
 
 class TimeoutsConfig(Section):

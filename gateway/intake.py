@@ -18,6 +18,7 @@ from domain.errors import MalformedBody, ModelForbidden
 from domain.request import BLOCK_TOKENS, InferenceRequest, Slo, SloClass, Tenant
 from domain.units import Probability, SecondsPerToken, seconds_from_ms
 from gateway.relay import Relay
+from gateway.tenants import Identity
 
 TTFT = (b"x-slo-ttft-ms", b"x-llm-d-slo-ttft-ms")
 TPOT = (b"x-slo-tpot-ms", b"x-llm-d-slo-tpot-ms")
@@ -35,8 +36,8 @@ GROUP_CHARS = 2048
 """Characters of the system prompt that tell one route of an application from another."""
 
 Headers = Mapping[bytes, bytes]
-Identify = Callable[[Headers], Tenant]
-"""Whose request this is. Raises: Unauthenticated."""
+Identify = Callable[[bytes | None], Identity]
+"""Whose key an `Authorization` header carries. Raises: Unauthenticated."""
 Estimate = Callable[[str, int], float]
 """Prompt tokens of so many characters under a model name."""
 
@@ -62,7 +63,7 @@ class Intake:
         Raises: MalformedBody, Unauthenticated, ModelForbidden.
         """
         headers = dict(reversed(relay.request.headers))  # of a header sent twice the first counts
-        tenant = self.identify(headers)
+        tenant, key = self.identify(headers.get(b"authorization"))
         facts = relay.facts()
         promised = self._class_of(tenant, headers)
         tokens = float(facts.prompt_ids)
@@ -80,6 +81,7 @@ class Intake:
             stream=facts.stream,
             choices=facts.choices,
             tie=zlib.crc32(request_id.encode()) & 0x7FFF_FFFF,
+            key=key,
             session=None if session is None else session.decode("latin-1")[:128],
             blocks=prefix_blocks(facts, tenant.name if tenant.isolate_cache else ""),
             features=() if self.features is None else self.features(facts),

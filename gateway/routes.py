@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from gateway.intake import Identify
 from gateway.metrics import Metrics
 from gateway.relay import ClientRequest, Plane
 from gateway.shell import Seat, Shell
+from gateway.tenants import AdminKey
 
 DASHBOARD = Path(__file__).with_name("dashboard") / "index.html"
 SHOWN = 50
@@ -39,7 +39,8 @@ class Desk:
     metrics: Metrics
     log: DecisionLog
     started_at: int
-    admin_key: str | None = field(repr=False, default=None)
+    admin_key: AdminKey | None = None
+    """None: only this machine may administer."""
 
 
 def build_router(desk: Desk) -> APIRouter:
@@ -48,7 +49,7 @@ def build_router(desk: Desk) -> APIRouter:
     administrator = [Depends(_administrator(desk.admin_key))]
 
     def tenant_of(request: Request) -> Tenant:
-        return desk.identify(dict(request.headers.raw))
+        return desk.identify(_authorization(request)).tenant
 
     @router.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -153,7 +154,12 @@ class _Inference:
         )
 
 
-def _administrator(admin_key: str | None) -> Any:
+def _authorization(request: Request) -> bytes | None:
+    value = request.headers.get("authorization")
+    return None if value is None else value.encode("latin-1")
+
+
+def _administrator(admin_key: AdminKey | None) -> Any:
     """A dependency that lets the administrator in: by key, or from this machine if none is set."""
 
     def check(request: Request) -> None:
@@ -161,8 +167,7 @@ def _administrator(admin_key: str | None) -> Any:
             if request.client is None or request.client.host not in LOOPBACK:
                 raise Unauthenticated("set an admin key to open /admin to other machines")
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), admin_key.encode()):
+        if not admin_key.opens(_authorization(request)):
             raise Unauthenticated("the admin key is missing or wrong")
 
     return check

@@ -74,7 +74,7 @@ class QuotaSection(_Section):
 
 
 class KeySection(_Section):
-    """One API key by its hash; `sluice key new` prints both."""
+    """One API key by its hash; `sluice key` prints both."""
 
     hash: str
     quota: QuotaSection = QuotaSection()
@@ -84,7 +84,7 @@ class KeySection(_Section):
     def _is_a_hash(cls, value: str) -> str:
         if not _HASH.match(value):
             # The value is not repeated: somebody may have put the key itself here.
-            raise ValueError("must be sha256: and 64 hex digits; `sluice key new` prints it")
+            raise ValueError("must be sha256: and 64 hex digits; `sluice key` prints it")
         return value
 
 

@@ -29,6 +29,7 @@ SUBCOMMANDS = {
     "serve": Subcommand("sluice.serve", "run the gateway"),
     "check": Subcommand("sluice.check", "validate a config file: line, value, remedy"),
     "schema": Subcommand("sluice.schema", "print the config's JSON Schema"),
+    "key": Subcommand("sluice.key", "make an API key, and the hash that a config holds"),
     "explain": Subcommand("sluice.explain", "why a request went where it went"),
     "verify": Subcommand("sluice.verify", "live a recorded run through again, event by event"),
     "emulate": Subcommand("sluice.emulate", "a fleet of emulated replicas on real ports"),

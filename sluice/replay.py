@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, replace
@@ -48,7 +49,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--prompt", type=int, default=128, help="median prompt of --poisson, tokens"
     )
     parser.add_argument("--output", type=int, default=32, help="median answer of --poisson, tokens")
-    parser.add_argument("-c", "--config", type=Path, help="gateway config: classes' limits, keys")
+    parser.add_argument("-c", "--config", type=Path, help="gateway config: classes' limits")
     parser.add_argument(
         "--class",
         dest="classes",
@@ -57,8 +58,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="NAME[=SHARE]",
         help="class to ask for; repeat for a mix",
     )
-    parser.add_argument("--tenant", help="send as this tenant of the config")
-    parser.add_argument("--key", help="API key, instead of the config's")
+    parser.add_argument("--key", help="API key; else $SLUICE_KEY")
     parser.add_argument(
         "--slo", metavar="ttft=MS,tpot=MS,e2e=MS", help="limits, instead of a class's"
     )
@@ -147,11 +147,7 @@ def plan_of(args: Namespace) -> Trace:
             plan = traces.with_classes(plan, dict(map(_share, args.classes)), rng)
     except (OSError, ValueError) as exc:
         raise ConfigError(str(exc)) from exc
-    return (
-        plan
-        if args.tenant is None
-        else replace(plan, tenants=(args.tenant,), tenant_id=np.zeros(len(plan), np.int64))
-    )
+    return plan
 
 
 def judged(args: Namespace, plan: Trace) -> tuple[dict[str, ClassPlan], dict[str, str]]:
@@ -159,7 +155,8 @@ def judged(args: Namespace, plan: Trace) -> tuple[dict[str, ClassPlan], dict[str
     from training.replay import ClassPlan
 
     classes: dict[str, ClassPlan] = {name: ClassPlan() for name in plan.classes}
-    keys = {"": args.key} if args.key else {}
+    key = args.key or os.environ.get("SLUICE_KEY", "")
+    keys = {"": key} if key else {}
     if args.config is not None:
         from sluice.settings import load
 
@@ -175,11 +172,6 @@ def judged(args: Namespace, plan: Trace) -> tuple[dict[str, ClassPlan], dict[str
             else:
                 own = settings.classes[settings.default_class]
                 classes[name] = ClassPlan(slo=own.slo_class(settings.default_class).slo)
-        for name, tenant in settings.tenants.items():
-            found = tenant.all_keys()
-            if found and not args.key:
-                keys[name] = found[0]
-                keys.setdefault("", found[0])
     elif args.classes:
         classes = {name: ClassPlan(header=name) for name in plan.classes}
     if args.slo is not None:

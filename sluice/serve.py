@@ -10,15 +10,16 @@ import signal
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from domain.errors import ConfigError
+from domain.request import Tenant
 from gateway.config import LogsConfig, ModelConfig, ServerConfig, UrlReplica, VariantConfig
 from gateway.fleet import Place, opened
-from gateway.keys import KeyRing
+from gateway.tenants import key_table
 from sluice.cli import DONE
 from sluice.settings import Settings, load
 
@@ -106,9 +107,8 @@ async def gateway_of(settings: Settings) -> AsyncIterator[Any]:
     from predictors.factory import build_estimator
     from predictors.tokens import TokenRatio
 
-    tenants = [t.tenant(name) for name, t in settings.tenants.items()]
-    keys = {name: t.all_keys() for name, t in settings.tenants.items()}
-    ring = KeyRing(tenants, keys)
+    table = key_table(settings.tenants)
+    tenants = table.tenants or (table.identify(None).tenant,)
     classes = [c.slo_class(name) for name, c in settings.classes.items()]
     async with contextlib.AsyncExitStack() as stack:
         places = await stack.enter_async_context(placed(settings))
@@ -124,7 +124,7 @@ async def gateway_of(settings: Settings) -> AsyncIterator[Any]:
             settings.policy,
             fleet=fleet.spec,
             estimator=build_estimator(settings.predictors),
-            tenants=ring.tenants,
+            tenants=tenants,
             classes=classes,
             now=now,
         )
@@ -134,7 +134,7 @@ async def gateway_of(settings: Settings) -> AsyncIterator[Any]:
             store=store_of(settings),
             fleet=fleet,
             routes=route_names(fleet.spec),
-            identify=ring.identify,
+            identify=table.identify,
             classes=classes,
             default_class=settings.default_class,
             estimate=tokens.estimate,
@@ -143,7 +143,7 @@ async def gateway_of(settings: Settings) -> AsyncIterator[Any]:
             timeouts=settings.timeouts,
             monitor=settings.monitor,
             logs=settings.logs,
-            event_header=event_header(settings, fleet.spec, ring, now),
+            event_header=event_header(settings, fleet.spec, tenants, now),
         )
         yield await stack.enter_async_context(running(parts))
 
@@ -249,9 +249,9 @@ async def ask(urls: list[str]) -> Settings:
 def store_of(settings: Settings) -> Any:
     """The store that the settings name."""
     del settings
-    from gateway.answers import YesStore
+    from gateway.store.memory import MemoryStore
 
-    return YesStore()
+    return MemoryStore()
 
 
 def route_names(fleet: Any) -> tuple[str, ...]:
@@ -266,7 +266,9 @@ def route_names(fleet: Any) -> tuple[str, ...]:
     )
 
 
-def event_header(settings: Settings, fleet: Any, ring: KeyRing, now: float) -> dict[str, Any]:
+def event_header(
+    settings: Settings, fleet: Any, tenants: Sequence[Tenant], now: float
+) -> dict[str, Any]:
     """What a fresh core is built from: no keys."""
     import msgspec
 
@@ -274,7 +276,7 @@ def event_header(settings: Settings, fleet: Any, ring: KeyRing, now: float) -> d
         "policy": settings.policy.model_dump(mode="json"),
         "predictors": settings.predictors.model_dump(mode="json"),
         "fleet": msgspec.to_builtins(fleet),
-        "tenants": msgspec.to_builtins(ring.tenants),
+        "tenants": msgspec.to_builtins(tenants),
         "classes": msgspec.to_builtins([c.slo_class(n) for n, c in settings.classes.items()]),
         "now": now,
     }

@@ -27,9 +27,9 @@ from gateway.config import (
     ReplicaConfig,
     Section,
     ServerConfig,
-    TenantConfig,
     TimeoutsConfig,
 )
+from gateway.tenants import Name, TenantSection, load_tenants
 from policies.config import BestFitPolicy, PolicyConfig
 from predictors.config import BaselineConfig, EstimatorConfig
 
@@ -44,7 +44,8 @@ class Settings(Section):
     fleet: Annotated[tuple[ReplicaConfig, ...], Field(min_length=1)]
     classes: dict[str, ClassConfig] = Field(default={"standard": ClassConfig()})
     default_class: str = "standard"
-    tenants: dict[str, TenantConfig] = Field(default={})
+    tenants: dict[Name, TenantSection] = Field(default={})
+    tenants_file: Path | None = None  # more of them, in a file of their own; beside this one
     policy: PolicyConfig = BestFitPolicy()
     predictors: EstimatorConfig = BaselineConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
@@ -88,7 +89,18 @@ def load(path: Path) -> Settings:
         raise BadConfig(
             [Problem(file=str(path), line=0, where="file", message=exc.strerror or str(exc))]
         ) from exc
-    return parse(text, str(path))
+    settings = parse(text, str(path))
+    if settings.tenants_file is None:
+        return settings
+    more = load_tenants(path.parent / settings.tenants_file)
+    joined = settings.model_copy(update={"tenants": settings.tenants | more})
+    problems = [
+        Problem(file=str(settings.tenants_file), line=0, where=_dotted(where), message=message)
+        for where, message in contradictions(joined)
+    ]
+    if problems:
+        raise BadConfig(problems)
+    return joined
 
 
 def parse(text: str, file: str) -> Settings:
@@ -158,13 +170,13 @@ def contradictions(settings: Settings) -> Iterator[tuple[Path_, str]]:
         for model in sorted(tenant.models or ()):
             if model not in settings.models:
                 yield ("tenants", name, "models"), _unknown("model", model, settings.models)
-        if not tenant.keys and tenant.keys_env is None:
-            yield ("tenants", name), "no key opens this tenant; set `keys_env` (or `keys`)"
-        for key in tenant.keys:
-            if key in keys:
-                message = f"a key of {keys[key]!r} stands here too; a key opens one tenant"
-                yield ("tenants", name, "keys"), message
-            keys[key] = name
+        if not tenant.keys:
+            yield ("tenants", name), "no key opens this tenant; `sluice key` makes one"
+        for key, section in tenant.keys.items():
+            if section.hash in keys:
+                message = f"this key opens {keys[section.hash]!r} too; one key, one tenant"
+                yield ("tenants", name, "keys", key), message
+            keys[section.hash] = name
 
 
 def _unknown(kind: str, value: str, known: Any) -> str:
@@ -194,6 +206,8 @@ def _complaint(error: Any) -> tuple[Path_, str]:
             return (*where, "kind"), _unknown("kind", str(error["ctx"]["tag"]), known)
         case "union_tag_not_found":
             return (*where, "kind"), "is required and missing; it says which kind this is"
+        case _ if where[-1:] == ("hash",):
+            return where, error["msg"]  # the value may be a key
         case _:
             return where, f"{error['msg'][:1].lower()}{error['msg'][1:]}, got {reprlib.repr(value)}"
 

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from gateway.event_log import read, read_header, replay
+from gateway.tenants import hash_of
 from sluice.recorded import core_of
 from tests.fakes.engine import refused_url
 from tests.fakes.paced_engine import PacedEngine
@@ -85,9 +86,13 @@ def test_models_health_metrics_dashboard_and_unknown_paths():
 
 
 TENANTS = {
-    "big": {"keys": ["k-big"], "class": "gold"},
-    "small": {"keys": ["k-small"], "class": "bronze", "quota": {"concurrency": 1}},
-    "narrow": {"keys": ["k-narrow"], "models": []},
+    "big": {"keys": {"k": {"hash": hash_of("k-big")}}, "class": "gold"},
+    "small": {
+        "keys": {"k": {"hash": hash_of("k-small")}},
+        "class": "bronze",
+        "quota": {"concurrency": 1},
+    },
+    "narrow": {"keys": {"k": {"hash": hash_of("k-narrow")}}, "models": []},
 }
 CLASSES = {
     "gold": {"rank": 0, "ttft_ms": 5000},

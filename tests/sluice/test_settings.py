@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.tenants import hash_of, load_tenants
 from sluice.cli import main
 from sluice.settings import BadConfig, load, parse
 
@@ -22,6 +23,9 @@ fleet:
 """
 
 
+KEYS = f"keys: {{k: {{hash: '{hash_of('k')}'}}}}"
+
+
 def problems(text):
     with pytest.raises(BadConfig) as caught:
         parse(text, "x.yaml")
@@ -30,6 +34,10 @@ def problems(text):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_shipped_configs_load(path):
+    """A file without a fleet is one of tenants, to be named by `tenants_file`."""
+    if "\nfleet:" not in path.read_text():
+        assert load_tenants(path)
+        return
     settings = load(path)
     assert settings.fleet
     assert settings.classes
@@ -80,15 +88,15 @@ def test_problems_name_line_value_and_remedy(change, expected):
         ),
         ("tenants:\n  t: {}\n", "x.yaml:11: tenants.t: no key opens this tenant"),
         (
-            "tenants:\n  t:\n    keys: [k]\n    class: gold\n",
+            f"tenants:\n  t:\n    {KEYS}\n    class: gold\n",
             "x.yaml:13: tenants.t.class: unknown class 'gold'; known: standard",
         ),
         (
-            "tenants:\n  t: {keys: [k]}\n  u: {keys: [k]}\n",
-            "x.yaml:12: tenants.u.keys: a key of 't' stands here too",
+            f"tenants:\n  t: {{{KEYS}}}\n  u: {{{KEYS}}}\n",
+            "x.yaml:12: tenants.u.keys.k: this key opens 't' too",
         ),
         (
-            "tenants:\n  t: {keys: [k], models: [q]}\n",
+            f"tenants:\n  t: {{{KEYS}, models: [q]}}\n",
             "x.yaml:11: tenants.t.models: unknown model 'q'; known: m",
         ),
         (
@@ -110,10 +118,29 @@ def test_all_problems_come_at_once():
     assert len(problems(text)) == 3  # the class, the variant, and the variant that nobody serves
 
 
-def test_keys_come_from_the_environment(monkeypatch):
-    monkeypatch.setenv("T_KEYS", "one, two")
-    tenant = parse(GOOD + "tenants:\n  t: {keys_env: T_KEYS, keys: [zero]}\n", "x").tenants["t"]
-    assert tenant.all_keys() == ("zero", "one", "two")
+def test_tenants_of_a_file_of_their_own_join(tmp_path):
+    (tmp_path / "t.yaml").write_text(f"tenants:\n  t: {{{KEYS}}}\n")
+    path = tmp_path / "c.yaml"
+    path.write_text(GOOD + "tenants_file: t.yaml\n")
+    assert list(load(path).tenants) == ["t"]
+    (tmp_path / "t.yaml").write_text(f"tenants:\n  t: {{class: gold, {KEYS}}}\n")
+    with pytest.raises(BadConfig, match=r"t.yaml:0: tenants.t.class: unknown class 'gold'"):
+        load(path)
+
+
+def test_a_key_in_the_place_of_its_hash_is_not_repeated():
+    found = problems(GOOD + "tenants:\n  t: {keys: {k: {hash: sk-secret}}}\n")
+    assert len(found) == 1
+    assert "sluice key" in found[0]
+    assert "sk-secret" not in found[0]
+
+
+def test_key_prints_a_key_and_its_hash(capsys):
+    assert main(["key", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert hash_of(made["key"]) == made["hash"]
+    assert main(["key"]) == 0
+    assert "hash" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["", "3", "- a\n", "null"])
