@@ -252,7 +252,7 @@ scalars = (
     st.none()
     | st.booleans()
     | st.integers(-9, 9)
-    | st.floats(allow_nan=False)
+    | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=8)
 )
 values = st.recursive(
