@@ -253,6 +253,7 @@ class Exchange:
     """
 
     __slots__ = (
+        "_clock",
         "_connection",
         "_dialled_at",
         "_message",
@@ -285,6 +286,7 @@ class Exchange:
         self._connection: _Connection | None = None
         self._reused = False
         self._started = False
+        self._clock = pool.clock
         self._sent_at = self._dialled_at = pool.clock()
         self._progress_at: float | None = None
         self._paused_at: float | None = None
@@ -302,7 +304,7 @@ class Exchange:
     def pause(self) -> None:
         """Stop reading from the engine; the kernel's buffers then slow it down."""
         if not self.over and self._paused_at is None:
-            self._paused_at = self._pool.clock()
+            self._paused_at = self._clock()
             if self._connection is not None:
                 self._connection.pause()
 
@@ -310,7 +312,7 @@ class Exchange:
         """Read on after `pause`."""
         if not self.over and self._paused_at is not None:
             if self._progress_at is not None:
-                self._progress_at = self._pool.clock()  # the pause was not the engine's
+                self._progress_at = self._clock()  # the pause was not the engine's
             self._paused_at = None
             if self._connection is not None:
                 self._connection.resume()
@@ -342,13 +344,9 @@ class Exchange:
             if self.over:
                 return
         if body:
-            now = self._pool.clock()
+            now = self._clock()
             if self._sink.on_data(body, now):
-                first = self._progress_at is None
                 self._progress_at = now
-                if first and self._timer is not None and not self.over:
-                    self._timer.cancel()  # the limit between tokens may end before the first's
-                    self._arm(now)
             if self.over:
                 return
         if reader.complete:
@@ -358,7 +356,7 @@ class Exchange:
     def lost(self, reader: ResponseReader, exc: Exception | None) -> None:
         """The engine closed the connection."""
         if not self._started:
-            now = self._pool.clock()
+            now = self._clock()
             if self._reused and not reader.started and now - self._sent_at < RESEND_WINDOW:
                 self._connection = None
                 self._reused = False
@@ -397,9 +395,16 @@ class Exchange:
     # the one timer
 
     def _arm(self, now: float) -> None:
+        """Fire at the next deadline, or earlier: a limit between tokens that starts to run after
+        this cannot end before `between_tokens` from now.
+        """
         deadline = self._deadline()
         if deadline is not None:
-            self._timer = self.loop.call_later(max(deadline[0] - now, 0.0), self._expire)
+            wait = deadline[0] - now
+            between = self._timeouts.between_tokens
+            if between is not None and between < wait:
+                wait = between
+            self._timer = self.loop.call_later(max(wait, 0.0), self._expire)
 
     def _deadline(self) -> tuple[float, Phase] | None:
         """The earliest limit that now holds, and its name."""
@@ -421,14 +426,14 @@ class Exchange:
 
     def _expire(self) -> None:
         """The timer fired; most often the stream has moved on and it is only armed again."""
-        now = self._pool.clock()
+        now = self._clock()
         deadline = self._deadline()
         if deadline is None:
             self._timer = None
             return
         at, phase = deadline
         if now < at:
-            self._timer = self.loop.call_later(at - now, self._expire)
+            self._arm(now)
             return
         if self._paused_at is not None and phase == "between_tokens":
             self._finish(keep=False)

@@ -174,7 +174,7 @@ class Plane:
 class Relay:
     """One request's life on the token path; made by the server, driven by the dispatcher.
 
-    `context` belongs to the dispatcher: it keeps there what it knows of the request.
+    `write` takes the bytes of the attempt that answers. `context` belongs to the dispatcher: it keeps there what it knows of the request.
     `early_headers` are sent if a keep-alive opens the stream before an attempt does,
     `error_headers` with a refusal; both are encoded lines.
     """
@@ -193,11 +193,13 @@ class Relay:
         "error_headers",
         "over",
         "request",
+        "write",
     )
 
     def __init__(self, plane: Plane, request: ClientRequest, reply: Reply) -> None:
         self._plane = plane
         self._reply = reply
+        self.write = reply.write
         self._facts: RequestFacts | None = None
         self._attempts: list[Attempt] = []
         self._winner: Attempt | None = None
@@ -345,10 +347,6 @@ class Relay:
                 attempt.exchange.pause()
         return True
 
-    def write(self, data: bytes) -> None:
-        """Body bytes of the attempt that answers."""
-        self._reply.write(data)
-
     def finished(self, attempt: Attempt, cause: Cause) -> None:
         """The attempt's answer has been written to its end."""
         self._attempts.remove(attempt)
@@ -455,6 +453,7 @@ class Attempt:
         "_reply_headers",
         "_stream",
         "_type",
+        "_write",
         "_writing",
         "exchange",
         "number",
@@ -471,6 +470,7 @@ class Attempt:
         self._body: AnswerMeter | None = None
         self._pending = b""
         self._writing = False
+        self._write = relay.write
         self._length: int | None = None
         self._type = b""
         self.number = number
@@ -542,9 +542,9 @@ class Attempt:
             return False
         if self._writing:
             if out:
-                self._relay.write(out)
-        else:
-            self._hold(meter, out)
+                self._write(out)
+            return meter.events > before
+        self._hold(meter, out)
         if before == 0 and meter.events > 0:
             self._relay.first_token(self, now)
         return meter.events > before
@@ -587,7 +587,7 @@ class Attempt:
             self._writing = True
             pending, self._pending = self._pending, b""
             if pending:
-                self._relay.write(pending)
+                self._write(pending)
 
     def _end_stream(self, meter: StreamMeter) -> None:
         out = meter.finish(self._relay.now())
@@ -597,7 +597,7 @@ class Attempt:
             self._pending += out
             if self._writing:
                 if out:
-                    self._relay.write(out)
+                    self._write(out)
             else:
                 self._flush()
             self._relay.finished(self, Cause.FINISHED)
@@ -621,7 +621,7 @@ class Attempt:
             self, 200, JSON_TYPE + self._reply_headers, self._length
         ):
             self._writing = True
-            self._relay.write(out)
+            self._write(out)
 
     def _end_body(self, meter: AnswerMeter) -> None:
         out = meter.finish()
@@ -634,7 +634,7 @@ class Attempt:
         if not self._writing:
             self._relay.commit(self, 200, JSON_TYPE + self._reply_headers, len(out))
         if out:
-            self._relay.write(out)
+            self._write(out)
         self._relay.finished(self, Cause.FINISHED)
 
     def _end_refusal(self, body: bytes) -> None:

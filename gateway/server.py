@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from email.utils import formatdate
 from enum import Enum, auto
@@ -84,9 +84,11 @@ class WireReply:
         "_bare",
         "_chunked",
         "_connection",
+        "_flowing",
         "_head",
         "_http10",
         "_keep_alive",
+        "_send",
         "closed",
         "listener",
     )
@@ -95,6 +97,8 @@ class WireReply:
         self, connection: ClientConnection, *, keep_alive: bool, http10: bool, bare: bool
     ) -> None:
         self._connection = connection
+        self._send = connection.send
+        self._flowing = False  # chunks leave as they come: the head is out
         self._keep_alive = keep_alive
         self._http10 = http10
         self._bare = bare  # a HEAD request: headers only
@@ -130,16 +134,18 @@ class WireReply:
 
     def write(self, data: bytes) -> None:
         """Send body bytes."""
-        if self.closed:
+        if self._flowing and not self.closed:
+            self._send(b"%x\r\n%b\r\n" % (len(data), data))
             return
-        if self._bare:
+        if self.closed or self._bare:
             return
         if self._chunked:
+            self._flowing = True
             data = b"%x\r\n%b\r\n" % (len(data), data)
         if self._head is not None:
             data = self._head + data
             self._head = None
-        self._connection.write(data)
+        self._send(data)
 
     def end(self, *, close: bool = False) -> None:
         """The body is whole."""
@@ -151,7 +157,7 @@ class WireReply:
             rest = self._head + rest
             self._head = None
         if rest:
-            self._connection.write(rest)
+            self._send(rest)
         self._connection.reply_over(close=close or not self._keep_alive)
 
     def abort(self) -> None:
@@ -181,12 +187,14 @@ class ClientConnection(asyncio.Protocol):
         self._reading = True
         self._refused = False
         self._peer: tuple[str, int] | None = None
+        self.send: Callable[[bytes], None]
 
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has connected."""
         self._transport = cast("asyncio.Transport", transport)
+        self.send = self._transport.write
         self._transport.set_write_buffer_limits(high=self.server.limits.write_high_water)
         peer = transport.get_extra_info("peername")
         self._peer = (peer[0], peer[1]) if isinstance(peer, tuple) and len(peer) >= 2 else None
@@ -220,6 +228,7 @@ class ClientConnection(asyncio.Protocol):
         del exc
         self.server.connections.discard(self)
         self._transport = None
+        del self.send
         self._queue.clear()
         reply, self._reply = self._reply, None
         if reply is not None and not reply.closed:
@@ -283,7 +292,7 @@ class ClientConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._deadline = self.server.plane.clock() + limits.body_seconds
         if expects and self._reply is None:
-            self.write(CONTINUE)
+            self.send(CONTINUE)
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
@@ -356,11 +365,6 @@ class ClientConnection(asyncio.Protocol):
             call = AsgiCall(self.server.app, scope, inbound.body, reply)
             reply.listener = call
             self.server.spawn(call)
-
-    def write(self, data: bytes) -> None:
-        """Bytes to the client."""
-        if self._transport is not None:
-            self._transport.write(data)
 
     def reply_over(self, *, close: bool) -> None:
         """The reply was written: serve what waits, or be idle, or close."""

@@ -43,6 +43,7 @@ class ResponseReader:
 
     __slots__ = (
         "_body",
+        "_feed",
         "_head_bytes",
         "_header_bytes",
         "_headers",
@@ -60,6 +61,7 @@ class ResponseReader:
     def __init__(self, max_head: int) -> None:
         self._max_head = max_head
         self._parser = httptools.HttpResponseParser(self)
+        self._feed = self._parser.feed_data
         self._body = b""
         self._more: list[bytes] | None = None
         self._junk = False
@@ -85,7 +87,7 @@ class ResponseReader:
         if self.head is None:
             self._head_bytes += len(data)
         try:
-            self._parser.feed_data(data)
+            self._feed(data)
         except httptools.HttpParserUpgrade as exc:
             raise BackendProtocolError("the engine switched protocols unasked") from exc
         except httptools.HttpParserError as exc:
@@ -143,14 +145,13 @@ class ResponseReader:
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
-        if self.complete:
-            return
-        if self._more is not None:
+        if not self._body:
+            if not self.complete:
+                self._body = body
+        elif self._more is not None:
             self._more.append(body)
-        elif self._body:
+        elif not self.complete:
             self._more = [self._body, body]
-        else:
-            self._body = body
 
     def on_message_complete(self) -> None:
         """The end of the answer, or of an interim response before it."""
