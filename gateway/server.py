@@ -177,7 +177,6 @@ class ClientConnection(asyncio.Protocol):
         self._state = _State.IDLE
         self._deadline = server.plane.clock() + server.limits.head_seconds
         self._head_bytes = 0
-        self._header_bytes = 0
         self._target = b""
         self._headers: Headers = []
         self._body: list[bytes] = []
@@ -257,7 +256,6 @@ class ClientConnection(asyncio.Protocol):
         self._state = _State.HEAD
         self._target = b""
         self._headers = []
-        self._header_bytes = 0
         self._body = []
         self._body_bytes = 0
         self._deadline = self.server.plane.clock() + self.server.limits.head_seconds
@@ -269,7 +267,6 @@ class ClientConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header line, or a trailer, which is dropped."""
         if self._state is _State.HEAD:
-            self._header_bytes += len(name) + len(value) + 4
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -277,8 +274,10 @@ class ClientConnection(asyncio.Protocol):
         if self._refused or self._state is not _State.HEAD:
             return
         limits = self.server.limits
-        if self._header_bytes + len(self._target) > limits.max_head_bytes:
-            self._refuse_head()
+        if self._head_bytes > limits.max_head_bytes and limits.max_head_bytes < len(
+            self._target
+        ) + sum(len(name) + len(value) + 4 for name, value in self._headers):
+            self._refuse_head()  # the whole head came in one read, perhaps with its body
             return
         expects = False
         for name, value in self._headers:

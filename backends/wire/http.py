@@ -45,7 +45,6 @@ class ResponseReader:
         "_body",
         "_feed",
         "_head_bytes",
-        "_header_bytes",
         "_headers",
         "_informational",
         "_junk",
@@ -70,7 +69,6 @@ class ResponseReader:
     def reset(self) -> None:
         """Be ready for the response to the next request."""
         self._head_bytes = 0
-        self._header_bytes = 0
         self._headers: Headers = []
         self._informational = 0
         self._until_close = False
@@ -94,15 +92,20 @@ class ResponseReader:
             if not self.complete:
                 raise BackendProtocolError(f"the engine's answer is not HTTP/1.1: {exc}") from exc
             self._junk = True  # the answer is whole; what follows it is not HTTP
-        # Of a head that came in one read with its body only the lines' own length is known.
-        if self._header_bytes > self._max_head or (
-            self.head is None and self._head_bytes > self._max_head
-        ):
+        if self._head_bytes > self._max_head and self._head_too_long():
             raise BackendProtocolError(f"response head exceeds {self._max_head} bytes")
         if self._more is not None:
             self._body = b"".join(self._more)
             self._more = None
         return self._body
+
+    def _head_too_long(self) -> bool:
+        """Of a head that came in one read with its body only the lines' own length is known."""
+        if self.head is None:
+            return True
+        size = sum(len(name) + len(value) + 4 for name, value in self.head.headers)
+        self._head_bytes = size
+        return size > self._max_head
 
     def eof(self) -> bool:
         """The engine closed the connection; return whether the message is complete."""
@@ -130,7 +133,6 @@ class ResponseReader:
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header line (or trailer, which is dropped)."""
         if self.head is None:
-            self._header_bytes += len(name) + len(value) + 4
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:

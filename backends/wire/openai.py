@@ -116,7 +116,7 @@ class _Part(msgspec.Struct):
 class _Turn(msgspec.Struct):
     role: str = ""
     content: str | list[str | _Part] | None = None
-    tool_calls: msgspec.Raw = msgspec.Raw()
+    tool_calls: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 class _StreamOptions(msgspec.Struct):
@@ -134,8 +134,8 @@ class _Chat(_Common):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stream_options: _StreamOptions | None = None
-    tools: msgspec.Raw = msgspec.Raw()
-    response_format: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    response_format: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 _Ids = list[int]
@@ -146,7 +146,7 @@ class _Completion(_Common):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stream_options: _StreamOptions | None = None
-    response_format: msgspec.Raw = msgspec.Raw()
+    response_format: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Embedding(_Common):
@@ -157,10 +157,10 @@ class _Response(_Common):
     input: str | list[_Turn] | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: msgspec.Raw = msgspec.Raw()
-    text: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    text: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     previous_response_id: str | None = None
-    conversation: msgspec.Raw = msgspec.Raw()
+    conversation: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     store: bool | None = None
     background: bool | None = None
 
@@ -406,7 +406,8 @@ def _turns(messages: list[_Turn]) -> tuple[list[tuple[str, str]], bool, int]:
                     media = True
                 else:
                     turns.append((turn.role, text))
-        extra += _length(turn.tool_calls)
+        if turn.tool_calls is not msgspec.UNSET:
+            extra += _length(turn.tool_calls)
     return turns, media, extra
 
 
@@ -439,8 +440,10 @@ def _checked(count: int | None, field: str) -> int | None:
     return count
 
 
-def _length(raw: msgspec.Raw) -> int:
+def _length(raw: msgspec.Raw | msgspec.UnsetType) -> int:
     """Bytes of a field that is only weighed, 0 where it is absent or null."""
+    if raw is msgspec.UNSET:
+        return 0
     size = memoryview(raw).nbytes
     return 0 if size == len(b"null") and bytes(raw) == b"null" else size
 

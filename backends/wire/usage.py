@@ -51,20 +51,18 @@ def usage_of(body: bytes) -> Usage | None:
     found = answer.usage or (answer.response.usage if answer.response is not None else None)
     if found is None:
         return None
-    prompt = _first(found.prompt_tokens, found.input_tokens)
-    completion = _first(found.completion_tokens, found.output_tokens)
+    prompt = found.prompt_tokens if found.prompt_tokens is not None else found.input_tokens
+    completion = (
+        found.completion_tokens if found.completion_tokens is not None else found.output_tokens
+    )
     if prompt is None and completion is None:
         return None
     details = found.prompt_tokens_details or found.input_tokens_details
+    prompt, completion = prompt or 0.0, completion or 0.0
     cached = (details.cached_tokens if details is not None else None) or 0.0
-    if not all(0 <= count <= _MAX_TOKENS for count in (prompt or 0.0, completion or 0.0, cached)):
+    if min(prompt, completion, cached) < 0 or max(prompt, completion, cached) > _MAX_TOKENS:
         return None
-    return Usage(
-        prompt=prompt or 0.0,
-        completion=completion or 0.0,
-        cached=cached,
-        source=UsageSource.ENGINE,
-    )
+    return Usage(prompt=prompt, completion=completion, cached=cached, source=UsageSource.ENGINE)
 
 
 def usage_in_tail(tail: bytes) -> Usage | None:
@@ -81,7 +79,3 @@ def usage_in_tail(tail: bytes) -> Usage | None:
         if depth == 0:
             return usage_of(b'{"usage":%b}' % tail[starts[-1] : at + 1])
     return None
-
-
-def _first(*counts: float | None) -> float | None:
-    return next((count for count in counts if count is not None), None)
