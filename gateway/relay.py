@@ -174,7 +174,8 @@ class Plane:
 class Relay:
     """One request's life on the token path; made by the server, driven by the dispatcher.
 
-    `write` takes the bytes of the attempt that answers. `context` belongs to the dispatcher: it keeps there what it knows of the request.
+    `write` takes the bytes of the attempt that answers. `context` belongs to the dispatcher, which
+    keeps there what it knows of the request.
     `early_headers` are sent if a keep-alive opens the stream before an attempt does,
     `error_headers` with a refusal; both are encoded lines.
     """
