@@ -90,7 +90,7 @@ def replay(
         command = [sys.executable, "-m", "sluice", "replay", "-c", str(out / "gateway.yaml")]
         command += ["--url", url, "--trace", TRACES[trace][0], "--count", str(count), *SHAPE]
         command += ["--rate", f"{rate:.4f}", "--class", "interactive", "--ignore-eos", "--json"]
-        command += ["--out", str(out / "requests.jsonl"), "--tenant", "playground"]
+        command += ["--out", str(out / "requests.jsonl"), "--key", "sk-local-playground"]
         command += ["--data", data] if data else []
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if not result.stdout.strip():
