@@ -9,8 +9,8 @@ checks it against the full distribution asked for one position at a time.
     perplexity = exp(−(1/N) Σ log p(token | the tokens before it in its stretch))
 
 The text is ours (written for this purpose, so no model was trained on it), cut into stretches of
-`STRETCH` tokens; the first `GIVEN` of each are context and not scored. Figures from it compare
-variants of one model; they say nothing against figures on other texts.
+`STRETCHES` stretches of `STRETCH` tokens; the first `GIVEN` of each are context and not scored.
+Figures from it compare variants of one model; they say nothing against figures on other texts.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from domain.units import Probability
 
 STRETCH = 160  # tokens; fits any slot of 256 tokens or more
 GIVEN = 32  # tokens of context at the start of each stretch
-AT_ONCE = 4  # stretches decoded together: one pass over the weights serves all of them
+STRETCHES = 4  # decoded together: one pass over the weights serves all of them
 
 REFERENCE_TEXT = Path(__file__).with_name("reference_text.txt")
 
@@ -63,12 +63,13 @@ def quality_prior(variant: Perplexity, full: Perplexity) -> Probability:
 
 def text_checksum(text: str) -> str:
     """Eight hex digits that change with the text or with how it is cut."""
-    return hashlib.sha256(f"{STRETCH}/{GIVEN}/{text}".encode()).hexdigest()[:8]
+    return hashlib.sha256(f"{STRETCHES}/{STRETCH}/{GIVEN}/{text}".encode()).hexdigest()[:8]
 
 
 def stretches(tokens: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Cut a text into (given, scored) token lists; a rest without a scored token is dropped."""
-    cuts = [tokens[start : start + STRETCH] for start in range(0, len(tokens), STRETCH)]
+    """Cut the start of a text into (given, scored) token lists, each with a scored token."""
+    used = tokens[: STRETCHES * STRETCH]
+    cuts = [used[start : start + STRETCH] for start in range(0, len(used), STRETCH)]
     return [(list(cut[:GIVEN]), list(cut[GIVEN:])) for cut in cuts if len(cut) > GIVEN]
 
 
@@ -80,39 +81,33 @@ def only(tokens: Sequence[int]) -> str:
 async def measure(http: httpx.AsyncClient, url: str, text: str) -> Perplexity:
     """Perplexity of the model behind the llama.cpp server at `url` on `text`.
 
-    Takes as long as generating the text, about a thousand tokens for `REFERENCE_TEXT`.
+    Takes as long as generating four answers of 128 tokens at once.
     Raises: BackendProtocolError if the server did not follow the text, httpx.HTTPError.
     """
     answer = await http.post(f"{url}/tokenize", json={"content": text})
     answer.raise_for_status()
     pieces = stretches(answer.json()["tokens"])
-    room = asyncio.Semaphore(AT_ONCE)
     async with asyncio.TaskGroup() as group:
-        runs = [group.create_task(_score(http, url, room, *piece)) for piece in pieces]
+        runs = [group.create_task(_score(http, url, *piece)) for piece in pieces]
     logs = list(itertools.chain.from_iterable(run.result() for run in runs))
     return Perplexity(nats_per_token=-math.fsum(logs) / len(logs), tokens=len(logs))
 
 
 async def _score(
-    http: httpx.AsyncClient,
-    url: str,
-    room: asyncio.Semaphore,
-    given: Sequence[int],
-    scored: Sequence[int],
+    http: httpx.AsyncClient, url: str, given: Sequence[int], scored: Sequence[int]
 ) -> list[float]:
     """Log-probability of each scored token after all tokens before it."""
-    async with room:
-        answer = await http.post(
-            f"{url}/completion",
-            json={
-                "prompt": list(given),
-                "grammar": only(scored),
-                "n_predict": len(scored),
-                "n_probs": 1,
-                "temperature": 0,
-                "cache_prompt": False,  # roundings then do not depend on what ran before
-            },
-        )
+    answer = await http.post(
+        f"{url}/completion",
+        json={
+            "prompt": list(given),
+            "grammar": only(scored),
+            "n_predict": len(scored),
+            "n_probs": 1,
+            "temperature": 0,
+            "cache_prompt": False,  # roundings then do not depend on what ran before
+        },
+    )
     answer.raise_for_status()
     steps = answer.json()["completion_probabilities"]
     if [step["id"] for step in steps] != list(scored):
