@@ -5,6 +5,11 @@ from collections.abc import Generator
 from typing import TypeVar
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A shared machine may be slow for reasons that no test can know; correctness is what is checked.
+settings.register_profile("sluice", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("sluice")
 
 R = TypeVar("R", pytest.TestReport, pytest.CollectReport)
 

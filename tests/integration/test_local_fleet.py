@@ -214,7 +214,8 @@ def test_forced_generation_gives_the_probabilities_of_the_full_distribution(pair
 def test_perplexity_is_measured_once_and_kept(pair, local_cache):
     variant = pair.fleet.variants["q4_0"]
     assert 20 < variant.perplexity.value < 60
-    kept = list(local_cache.glob("*q4_0*.ppl-*.json"))
+    checksum = perplexity.text_checksum(perplexity.REFERENCE_TEXT.read_text())
+    kept = list(local_cache.glob(f"*q4_0*.ppl-{checksum}.json"))
     assert len(kept) == 1
     assert json.loads(kept[0].read_text())["perplexity"] == variant.perplexity.value
     before = kept[0].stat().st_mtime_ns
