@@ -82,7 +82,8 @@ def replay(
     config: Path, policy: str, trace: str, rate: float, count: int, data: str | None, out: Path
 ) -> dict[str, Any]:
     """One run: a fresh fleet, the trace's first `count` requests at `rate` per second; its
-    report."""
+    report.
+    """
     done = out / "report.json"
     if done.exists():
         return json.loads(done.read_text())  # type: ignore[no-any-return]
@@ -104,7 +105,8 @@ def replay(
 
 def joined(out: Path) -> dict[str, int]:
     """Whether decision log and requests join one to one by id, and each sent request has both
-    halves."""
+    halves.
+    """
     lines = [json.loads(x) for x in (out / "decisions.jsonl").read_text().splitlines()]
     ids = [line["id"] for line in lines]
     sent = [line for line in lines if line["outcome"]["sent"] is not None]

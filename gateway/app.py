@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -19,7 +19,9 @@ from starlette.exceptions import HTTPException
 
 from backends.upstream import Timeouts
 from backends.wire.openai import RequestParser
+from domain.columns import FleetColumns
 from domain.errors import ServingError
+from domain.events import Committed, ForeignLoad
 from domain.ports import Store
 from domain.request import SloClass
 from gateway.config import LogsConfig, MonitorConfig, ServerConfig, TimeoutsConfig
@@ -39,12 +41,26 @@ from gateway.tenants import AdminKey
 _log = logging.getLogger(__name__)
 
 
+class StorePorts(NamedTuple):
+    """What a store calls: its late answers, the other gateways' load, whether it is away, and this
+    gateway's own ledger (replica names, columns).
+    """
+
+    answer: Callable[[Committed], None]
+    foreign: Callable[[ForeignLoad], None]
+    signal: Callable[[bool], None]
+    ledger: Callable[[], tuple[tuple[str, ...], FleetColumns]]
+
+
+OpenStore = Callable[[StorePorts], contextlib.AbstractAsyncContextManager[Store]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """Built parts of a gateway. `event_header` is what the core was built from, as plain values."""
 
     core: Core
-    store: Store
+    open_store: OpenStore
     fleet: OpenFleet
     routes: tuple[str, ...]
     identify: Identify
@@ -90,7 +106,6 @@ async def running(parts: Parts) -> AsyncIterator[Gateway]:
         metrics = Metrics(models=parts.fleet.spec.models)
         shell = Shell(
             core=parts.core,
-            store=parts.store,
             fleet=parts.fleet.spec,
             seats=parts.fleet.seats,
             routes=parts.routes,
@@ -108,7 +123,13 @@ async def running(parts: Parts) -> AsyncIterator[Gateway]:
             event_log=event_log,
         )
         stack.callback(shell.close)
-        shell.start()
+        ports = StorePorts(
+            shell.committed,
+            shell.foreign_load,
+            shell.store_away,
+            lambda: (shell.replicas, parts.core.columns),
+        )
+        shell.start(await stack.enter_async_context(parts.open_store(ports)))
         await stack.enter_async_context(
             Monitor(parts.fleet.targets, shell, _pace(parts.monitor)).watching()
         )

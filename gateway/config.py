@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -212,6 +213,34 @@ class LogsConfig(Section):
     max_mb: Positive = 64  # of one file; five of them hold about half a million decisions
     keep: Annotated[int, Field(ge=0)] = 4
     events: Path | None = None  # every event of the core, to live a run through again; off
+
+
+class MemoryStoreConfig(Section):
+    """One gateway alone: its own books are the whole truth."""
+
+    kind: Literal["memory"] = "memory"
+
+
+class RedisStoreConfig(Section):
+    """Several gateways over one Redis or Valkey; the URL comes from the environment."""
+
+    kind: Literal["redis"]
+    url_env: str = "SLUICE_REDIS_URL"  # redis://[user:password@]host:port[/db], or rediss://
+    gateway: str | None = None  # this gateway's name, unique; None: host name and process id
+    prefix: str = "sluice"  # of every key, so that fleets can share a server
+    lease_ms: Positive = 15_000  # a dead gateway's holds end after so long
+    answer_timeout_ms: Positive = 100  # no answer for so long: decide on the local share
+
+    def url(self) -> str | None:
+        """Where the store is, from the environment."""
+        return os.environ.get(self.url_env) or None
+
+    def name(self) -> str:
+        """What this gateway calls itself there."""
+        return self.gateway or f"{socket.gethostname()}-{os.getpid()}"
+
+
+StoreConfig = Annotated[MemoryStoreConfig | RedisStoreConfig, Field(discriminator="kind")]
 
 
 def _seconds(ms: float | None) -> Seconds | None:

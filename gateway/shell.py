@@ -18,13 +18,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from backends.adapters.table import Load
 from backends.breaker import Breaker, Result, State
 from backends.upstream import Timeouts, UpstreamPool
-from domain.columns import LOAD_GRID
+from domain.columns import LOAD_GRID, FleetColumns
 from domain.errors import BackendError, NoReplica, ServingError
 from domain.events import (
     Abort,
@@ -35,9 +35,11 @@ from domain.events import (
     Candidate,
     ClientGone,
     Commit,
+    Committed,
     Draining,
     Event,
     FirstToken,
+    ForeignLoad,
     Hold,
     Progress,
     Reading,
@@ -59,6 +61,7 @@ from gateway.event_log import EventLog
 from gateway.intake import PASSED_ON, Intake, ignored_limits
 from gateway.metrics import Gauge, Metrics
 from gateway.relay import AttemptReport, Relay
+from gateway.store.memory import MemoryStore
 
 FRESH = 0.02
 """Seconds for which a look at the streams' progress is good enough for a decision."""
@@ -67,12 +70,19 @@ LATE = 0.05
 EARLIEST_WAKE = 0.001
 """Seconds between two ticks at least, so that a clock's rounding never makes a busy loop."""
 
+DEGRADED = b"x-sluice-degraded: store\r\n"
+"""Header of answers that were admitted on the local share."""
+
 _MEDIAN = len(LOAD_GRID) // 2
 _log = logging.getLogger(__name__)
 
 
 class Core(Protocol):
     """What the shell asks of `policies.core.DecisionCore`."""
+
+    @property
+    def columns(self) -> FleetColumns:
+        """This gateway's own ledger."""
 
     @property
     def wake_at(self) -> float | None:
@@ -138,7 +148,6 @@ class Shell:
         self,
         *,
         core: Core,
-        store: Store,
         fleet: FleetSpec,
         seats: Sequence[Seat],
         routes: tuple[str, ...],
@@ -152,7 +161,8 @@ class Shell:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
-        self._store = store
+        self._store: Store = MemoryStore()
+        self._degraded = False
         self._fleet = fleet
         self._seats = list(seats)
         self._routes = routes
@@ -202,6 +212,11 @@ class Shell:
     def fleet(self) -> FleetSpec:
         """The fleet that is served."""
         return self._fleet
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """Names of the replicas, in the fleet's order."""
+        return self._replicas
 
     @property
     def ready(self) -> bool:
@@ -329,8 +344,22 @@ class Shell:
         except TimeoutError:
             _log.warning("%d requests still open after %g s of grace", len(self._open), grace)
 
-    def start(self) -> None:
-        """Tell the core which replicas are not there yet."""
+    def committed(self, answer: Committed) -> None:
+        """The store's late answer."""
+        self._feed(replace(answer, at=self._at(self._clock())))
+
+    def foreign_load(self, load: ForeignLoad) -> None:
+        """What the other gateways have on each replica."""
+        self._feed(replace(load, at=self._at(self._clock())))
+
+    def store_away(self, away: bool) -> None:
+        """The store went away or came back; answers say so in a header."""
+        self._degraded = away
+        _log.warning("store is %s", "away: deciding on the local share" if away else "back")
+
+    def start(self, store: Store) -> None:
+        """Agree with this store from now on; tell the core which replicas are not there yet."""
+        self._store = store
         for i in range(len(self._seats)):
             self._check(i)
 
@@ -425,7 +454,8 @@ class Shell:
             timeouts=self._timeouts,
             reply_headers=relay.early_headers
             + self._headers[send.replica]
-            + _prediction_headers(send, relay),
+            + _prediction_headers(send, relay)
+            + (DEGRADED if self._degraded else b""),
             upstream_headers=relay.early_headers + _passed_on(relay),
             ask_usage=seat.ask_usage,
         )
@@ -566,6 +596,12 @@ class Shell:
                 "Age of the last reading.",
                 replica,
                 lambda: by_seat(age),
+            ),
+            Gauge(
+                "sluice_store_degraded",
+                "1 while the shared store is away.",
+                (),
+                lambda: [((), float(self._degraded))],
             ),
             Gauge(
                 "sluice_log_dropped",

@@ -11,17 +11,29 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from domain.errors import ConfigError
+from domain.ports import Store
 from domain.request import Tenant
-from gateway.config import LogsConfig, ModelConfig, ServerConfig, UrlReplica, VariantConfig
+from gateway.config import (
+    LogsConfig,
+    ModelConfig,
+    ServerConfig,
+    StoreConfig,
+    UrlReplica,
+    VariantConfig,
+)
 from gateway.fleet import Place, opened
 from gateway.tenants import key_table
 from sluice.cli import DONE
 from sluice.settings import Settings, load
+
+if TYPE_CHECKING:
+    from gateway.app import StorePorts
 
 EXAMPLE = (
     "sluice serve -c configs/local.yaml\n  sluice serve --backend http://127.0.0.1:8000 --port 8080"
@@ -131,7 +143,7 @@ async def gateway_of(settings: Settings) -> AsyncIterator[Any]:
         tokens = TokenRatio()
         parts = Parts(
             core=core,
-            store=store_of(settings),
+            open_store=open_store(settings.store, tenants),
             fleet=fleet,
             routes=route_names(fleet.spec),
             identify=table.identify,
@@ -246,12 +258,38 @@ async def ask(urls: list[str]) -> Settings:
     )
 
 
-def store_of(settings: Settings) -> Any:
-    """The store that the settings name."""
-    del settings
-    from gateway.store.memory import MemoryStore
+def open_store(
+    config: StoreConfig, tenants: Sequence[Tenant]
+) -> Callable[[StorePorts], AbstractAsyncContextManager[Store]]:
+    """How the configured store is opened, given what it calls.
 
-    return MemoryStore()
+    Raises: ConfigError where its address is missing.
+    """
+    if config.kind == "memory":
+        from gateway.store.memory import MemoryStore
+
+        return lambda _ports: contextlib.nullcontext(MemoryStore())
+    from gateway.store.redis import LedgerView, RedisStore
+
+    url = config.url()
+    if url is None:
+        raise ConfigError(f"store: set {config.url_env} to redis://host:port")
+
+    def opened_with(ports: StorePorts) -> AbstractAsyncContextManager[Store]:
+        return RedisStore(
+            url=url,
+            gateway=config.name(),
+            tenants={t.name: t for t in tenants},
+            answer=ports.answer,
+            foreign=ports.foreign,
+            signal=ports.signal,
+            ledger=lambda: LedgerView(*ports.ledger()),
+            prefix=config.prefix,
+            lease=config.lease_ms / 1000,
+            answer_timeout=config.answer_timeout_ms / 1000,
+        )
+
+    return opened_with
 
 
 def route_names(fleet: Any) -> tuple[str, ...]:

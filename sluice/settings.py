@@ -22,11 +22,13 @@ from gateway.config import (
     ClassConfig,
     LocalReplicaConfig,
     LogsConfig,
+    MemoryStoreConfig,
     ModelConfig,
     MonitorConfig,
     ReplicaConfig,
     Section,
     ServerConfig,
+    StoreConfig,
     TimeoutsConfig,
 )
 from gateway.tenants import Name, TenantSection, load_tenants
@@ -51,6 +53,7 @@ class Settings(Section):
     timeouts: TimeoutsConfig = TimeoutsConfig()
     monitor: MonitorConfig = MonitorConfig()
     breaker: BreakerConfig = BreakerConfig()
+    store: StoreConfig = MemoryStoreConfig()
     logs: LogsConfig = LogsConfig()
     local_cache: Path | None = None  # model files of local replicas; None: ~/.cache/sluice
 
