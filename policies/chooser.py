@@ -112,7 +112,6 @@ class Chooser:
         self._late_until = -inf
         self._blocks: dict[int, _Block] = {}
         self._leading = np.zeros((max(options.candidates, 1), 6))
-        self._foresight = np.zeros(9)
         columns, routes = state.columns, state.routes
         self._policy = _Policy(scorer, columns, routes)
         self._fallback = _Policy(fallback, columns, routes)
@@ -128,7 +127,6 @@ class Chooser:
         self._leading_into = compiled(
             kernels.leading, b.scores.route, b.room, b.estimates, 0, 0, np.zeros((1, 6))
         )
-        self._foresight_into = compiled(kernels.foresight, columns, b.estimates, 0, 0, 0, 0, row)
 
     @property
     def scorer(self) -> Scorer:
@@ -253,34 +251,24 @@ class Chooser:
         return block
 
     def _prediction(self, block: _Block, i: int, route: int, entry: Entry) -> Prediction:
-        state, estimates = self._state, block.estimates
-        self._foresight_into(
-            state.columns,
-            estimates,
-            i,
-            route,
-            state.decode[route],
-            state.prefill[route],
-            self._foresight,
-        )
-        p_slo, p_raw, quality, cached, wait, running, context, backlog, age = (
-            self._foresight.tolist()
-        )
+        """What was predicted, and the state of the route's replicas it was predicted from."""
+        fleet, estimates = self._state.columns, block.estimates
+        r, p = self._state.decode[route], self._state.prefill[route]
         return Prediction(
             ttft=tuple(estimates.ttft[i, route].tolist()),
             tpot=tuple(estimates.tpot[i, route].tolist()),
-            p_slo=p_slo,
-            p_raw=p_raw,
-            quality=quality,
+            p_slo=estimates.p_slo.item(i, route),
+            p_raw=estimates.p_raw.item(i, route),
+            quality=estimates.quality.item(i, route),
             length_mean=entry.expected,
             length_p50=entry.median,
             length_p90=entry.p90,
-            cached=cached,
-            wait=wait,
-            running=running,
-            context=context,
-            backlog=backlog,
-            staleness=age,
+            cached=estimates.cached.item(i, route),
+            wait=estimates.wait.item(i, route),
+            running=fleet.running.item(r) + fleet.foreign_running.item(r),
+            context=fleet.context.item(r) + fleet.foreign_context.item(r),
+            backlog=fleet.backlog_tokens.item(p) + fleet.foreign_backlog.item(p),
+            staleness=fleet.age.item(r),
         )
 
     def _candidates(self, block: _Block, i: int, route: int) -> tuple[Candidate, ...]:
@@ -289,4 +277,9 @@ class Chooser:
             return ()
         table = self._leading
         count = self._leading_into(block.scores.route, block.room, block.estimates, i, route, table)
-        return tuple(Candidate(int(line[0]), *line[1:]) for line in table[:count].tolist())
+        return tuple(
+            [
+                Candidate(int(c), score, p_slo, ttft, tpot, quality)
+                for c, score, p_slo, ttft, tpot, quality in table[:count].tolist()
+            ]
+        )

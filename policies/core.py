@@ -323,10 +323,10 @@ class DecisionCore:
                 entry.start_by = entry.expires = last
                 self.queue.push(entry)
         self.state.press_claims(self.queue.oldest(self.state.size), now)
-        while self.queue and self.state.any_open(now):
+        while self.queue and self.state.any_open(self.queue.least_prompt, now):
             batch = self.queue.candidates(now, self._load())
             progress = False
-            while batch and self.state.any_open(now):
+            while batch and self.state.any_open(self.queue.least_prompt, now):
                 choice = self._chooser.choose(batch, now)
                 if choice is None:
                     break
@@ -511,7 +511,7 @@ class DecisionCore:
         self.estimator.bind(self.state.spec, self.state.routes)
         self._chooser.rebind()
         actions: list[Action] = []
-        for entry in self.queue.oldest(len(self.queue)):
+        for entry in list(self.queue.oldest(len(self.queue))):
             self.queue.remove(entry)
             allowed = self.state.by_model.get(entry.request.model)
             if allowed is None:
@@ -536,7 +536,7 @@ class DecisionCore:
     def _drain(self, _event: Draining) -> list[Action]:
         self._draining = True
         actions: list[Action] = []
-        for entry in self.queue.oldest(len(self.queue)):
+        for entry in list(self.queue.oldest(len(self.queue))):
             actions += self._shed(entry, Reason.SHUTTING_DOWN, self._now, retry_after=1.0)
         return actions
 

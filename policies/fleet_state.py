@@ -8,7 +8,7 @@ called from here alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Any
 
@@ -44,14 +44,14 @@ class FleetState:
         self.prefix = PrefixIndex(())
         self._take(spec)
         columns, row, ids = self.columns, np.zeros(1), np.zeros(1, np.int64)
-        self._any_open = compiled(kernels.any_open, columns, row, 0.0)
+        self._any_open = compiled(kernels.any_open, self._windows, row, 0.0, 0.0)
         self._book = compiled(kernels.book, columns, 0, 0, 0, *(0.0,) * 7)
         self._unbook = compiled(kernels.unbook, columns, 0, 0, 0, 0.0)
         self._first_token = compiled(kernels.first_token, columns, 0, 0, 0, 0.0)
         self._progress = compiled(kernels.progress_many, columns, ids, ids, ids, 0.0)
         self._merge = compiled(kernels.merge_reading, columns, 0, *(0.0,) * 4)
         self._fastest = compiled(
-            kernels.fastest, columns, self.routes, np.zeros(1, np.bool_), 0.0, 0.0
+            kernels.fastest, self._speeds, ids, ids, np.zeros(1, np.bool_), 0.0, 0.0
         )
 
     # ---- what others ask
@@ -67,13 +67,16 @@ class FleetState:
             allowed[c] and usable[r] and c not in excluded for c, r in enumerate(self.decode)
         )
 
-    def any_open(self, now: float) -> bool:
-        """Whether some usable replica's window is open at all."""
-        return bool(self._any_open(self.columns, self.measured_at, now))
+    def any_open(self, prompt: float, now: float) -> bool:
+        """Whether some usable replica's window is open for a prompt of so many tokens."""
+        return bool(self._any_open(self._windows, self.measured_at, prompt, now))
 
     def fastest(self, allowed: Bools, prompt: float, expected: float) -> tuple[float, float]:
         """Least (TTFT, TPOT) in seconds that an idle replica behind these routes could give."""
-        ttft, tpot = self._fastest(self.columns, self.routes, allowed, prompt, expected)
+        routes = self.routes
+        ttft, tpot = self._fastest(
+            self._speeds, routes.decode, routes.prefill, allowed, prompt, expected
+        )
         return ttft, tpot
 
     def cached_into(self, entry: Entry, out: Floats) -> None:
@@ -196,6 +199,8 @@ class FleetState:
             columns.kv_capacity.fill(inf)
             columns.max_seqs.fill(inf)
         self.spec, self.columns = spec, columns
+        self._windows = kernels.Windows(*(getattr(columns, f) for f in kernels.Windows._fields))
+        self._speeds = kernels.Speeds(*(getattr(columns, f) for f in kernels.Speeds._fields))
         self.measured_at, self.claimed = measured, claimed
         self.size = max(len(replicas), 1)
         table = route_table(spec)
@@ -218,7 +223,7 @@ class FleetState:
 
     # ---- claims
 
-    def press_claims(self, oldest: Sequence[Entry], now: float) -> None:
+    def press_claims(self, oldest: Iterable[Entry], now: float) -> None:
         """A request past its patience closes one replica's window for others until it fits (CORE
         section 3.10).
 

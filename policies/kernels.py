@@ -9,6 +9,7 @@ sums come back to exactly zero.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -260,7 +261,7 @@ def merge_reading(
 
 
 @njit(cache=True, error_model="numpy")
-def age_readings(fleet: FleetColumns, measured_at: Floats, now: float) -> None:
+def age_readings(fleet: FleetColumns | Windows, measured_at: Floats, now: float) -> None:
     """Write each reading's age; one older than `STALE` counts for nothing."""
     for r in range(fleet.age.shape[0]):
         fleet.age[r] = now - measured_at[r]
@@ -273,20 +274,46 @@ def age_readings(fleet: FleetColumns, measured_at: Floats, now: float) -> None:
 # ---- room and choice
 
 
+class Windows(NamedTuple):
+    """The columns that say whether a window is open, (m,) and (m, S); the same arrays as the
+    fleet's, since a call costs by the arrays it is handed.
+    """
+
+    usable: Bools
+    running: Floats
+    backlog_tokens: Floats
+    kv_used: Floats
+    age: Floats
+    foreign_running: Floats
+    foreign_context: Floats
+    foreign_backlog: Floats
+    n_streams: Ints
+    max_seqs: Floats
+    kv_capacity: Floats
+    window: Floats
+    per_token: Floats
+    slot: Ints
+
+
 @njit(cache=True, error_model="numpy")
-def any_open(fleet: FleetColumns, measured_at: Floats, now: float) -> bool:
-    """Whether some usable replica's window is open at all: if not, no queued request needs looking
-    at.
+def any_open(fleet: Windows, measured_at: Floats, prompt: float, now: float) -> bool:
+    """Whether some usable replica's window is open for a prompt of so many tokens.
+
+    With the least prompt that waits: if not, no queued request needs looking at.
     """
     age_readings(fleet, measured_at, now)
     most = fleet.slot.shape[1]
     for r in range(fleet.usable.shape[0]):
         if not fleet.usable[r] or fleet.n_streams[r] >= most:
             continue
-        if fleet.running[r] + fleet.foreign_running[r] >= fleet.max_seqs[r]:
+        load = fleet.running[r] + fleet.foreign_running[r]
+        if load >= fleet.max_seqs[r]:
+            continue
+        held = fleet.kv_used[r] + fleet.foreign_context[r]
+        if load > 0.0 and held + prompt > fleet.kv_capacity[r]:
             continue
         backlog = fleet.backlog_tokens[r] + fleet.foreign_backlog[r]
-        if backlog <= 0.0 or backlog * fleet.per_token[r] < fleet.window[r]:
+        if backlog <= 0.0 or (backlog + prompt) * fleet.per_token[r] <= fleet.window[r]:
             return True
     return False
 
@@ -439,55 +466,32 @@ def leading(
 ) -> int:
     """The chosen route of request i and then the best others into out (k, 6); returns how many.
 
-    A row is (route, score, P(SLO), median TTFT, median TPOT, quality), for the decision log.
+    A row is (route, score, P(SLO), median TTFT, median TPOT, quality), for the decision log. Equal
+    scores stand in the order of their routes.
     """
     middle = estimates.ttft.shape[2] // 2
-    count = 0
-    best = chosen
-    while best != NONE:
-        out[count, 0] = best
-        out[count, 1] = scores[i, best]
-        out[count, 2] = estimates.p_slo[i, best]
-        out[count, 3] = estimates.ttft[i, best, middle]
-        out[count, 4] = estimates.tpot[i, best, middle]
-        out[count, 5] = estimates.quality[i, best]
-        count += 1
-        best = NONE
-        if count == out.shape[0]:
-            break
-        top = -np.inf
-        for c in range(room.shape[1]):
-            if not room[i, c] or not scores[i, c] > top:
-                continue
-            seen = False
-            for k in range(count):
-                if out[k, 0] == c:
-                    seen = True
-                    break
-            if not seen:
-                best, top = c, scores[i, c]
+    most = out.shape[0]
+    out[0, 0], out[0, 1] = chosen, scores[i, chosen]
+    count = 1
+    for c in range(room.shape[1]):
+        score = scores[i, c]
+        if c == chosen or not room[i, c] or not score > -np.inf:
+            continue
+        if count == most and (most == 1 or not score > out[most - 1, 1]):
+            continue
+        at = min(count, most - 1)
+        count = min(count + 1, most)
+        while at > 1 and score > out[at - 1, 1]:
+            out[at, 0], out[at, 1] = out[at - 1, 0], out[at - 1, 1]
+            at -= 1
+        out[at, 0], out[at, 1] = c, score
+    for k in range(count):
+        c = int(out[k, 0])
+        out[k, 2] = estimates.p_slo[i, c]
+        out[k, 3] = estimates.ttft[i, c, middle]
+        out[k, 4] = estimates.tpot[i, c, middle]
+        out[k, 5] = estimates.quality[i, c]
     return count
-
-
-@njit(cache=True, error_model="numpy")
-def foresight(
-    fleet: FleetColumns, estimates: EstimateColumns, i: int, c: int, r: int, p: int, out: Floats
-) -> None:
-    """What was predicted for (request i, route c) and the state it was predicted from, into out
-    (9,).
-
-    (P(SLO), raw P, quality, cached, wait, running, context, backlog, age of the reading) of
-    replicas r and p.
-    """
-    out[0] = estimates.p_slo[i, c]
-    out[1] = estimates.p_raw[i, c]
-    out[2] = estimates.quality[i, c]
-    out[3] = estimates.cached[i, c]
-    out[4] = estimates.wait[i, c]
-    out[5] = fleet.running[r] + fleet.foreign_running[r]
-    out[6] = fleet.context[r] + fleet.foreign_context[r]
-    out[7] = fleet.backlog_tokens[p] + fleet.foreign_backlog[p]
-    out[8] = fleet.age[r]
 
 
 @njit(cache=True, error_model="numpy")
@@ -506,9 +510,21 @@ def step_time(
     return step
 
 
+class Speeds(NamedTuple):
+    """The profile columns that `fastest` reads, (m,): a call costs by the arrays it is handed."""
+
+    overhead: Floats
+    weights: Floats
+    per_sequence: Floats
+    per_context: Floats
+    per_token: Floats
+    per_attention: Floats
+    chunk: Floats
+
+
 @njit(cache=True, error_model="numpy")
 def fastest(
-    fleet: FleetColumns, routes: Routes, allowed: Bools, prompt: float, expected: float
+    fleet: Speeds, decode: Ints, prefill: Ints, allowed: Bools, prompt: float, expected: float
 ) -> tuple[float, float]:
     """Least (TTFT, TPOT) in seconds that any allowed, idle replica could give; inf if none is
     allowed.
@@ -517,7 +533,7 @@ def fastest(
     for c in range(allowed.shape[0]):
         if not allowed[c]:
             continue
-        d, p = routes.decode[c], routes.prefill[c]
+        d, p = decode[c], prefill[c]
         steps = math.ceil(max(prompt, 1.0) / fleet.chunk[p])
         compute = prompt * fleet.per_token[p] + fleet.per_attention[p] * prompt * prompt / 2.0
         t = steps * fleet.overhead[p] + max(steps * fleet.weights[p], compute)

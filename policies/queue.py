@@ -16,8 +16,10 @@ all that are not, oldest first.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, nsmallest
+from itertools import islice
 from math import inf
 
 from policies.ledger import Entry
@@ -52,18 +54,17 @@ class WaitingRoom:
         self._ordered: dict[int, Entry] = {}
         self.work = 0.0
         """Predicted seconds of service that wait."""
+        self.least_prompt = inf
+        """No waiting prompt has fewer tokens; a lower bound, exact after each time it was empty."""
 
     def __len__(self) -> int:
         return len(self._ordered)
 
-    def oldest(self, count: int) -> list[Entry]:
-        """The `count` longest-queued entries, oldest first."""
-        found: list[Entry] = []
-        for entry in self._ordered.values():
-            if len(found) == count:
-                break
-            found.append(entry)
-        return found
+    def oldest(self, count: int) -> Iterator[Entry]:
+        """The `count` longest-queued entries, oldest first; not to be read on after a push or
+        remove.
+        """
+        return islice(self._ordered.values(), count)
 
     def push(self, entry: Entry) -> None:
         """Add an entry; its state is the caller's to set."""
@@ -85,6 +86,7 @@ class WaitingRoom:
         self._waiting_of[tenant] = self._waiting_of.get(tenant, 0) + 1
         self._ordered[entry.ticket] = entry
         self.work += entry.work
+        self.least_prompt = min(self.least_prompt, entry.prompt)
 
     def remove(self, entry: Entry) -> None:
         """Take an entry out; its lines die where they are."""
@@ -96,7 +98,10 @@ class WaitingRoom:
         lane = self._lanes[key]
         lane.waiting -= 1
         self._waiting_of[tenant] -= 1
-        self.work = self.work - entry.work if self._ordered else 0.0
+        if self._ordered:
+            self.work -= entry.work
+        else:
+            self.work, self.least_prompt = 0.0, inf
         if lane.waiting == 0:
             del self._lanes[key]
         else:

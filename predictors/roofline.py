@@ -124,7 +124,7 @@ class OnlineScales:
         self.prefill = np.ones(m)
         self.decode = np.ones(m)
         self.spread = uncertainty.copy()
-        self._seen = np.zeros(m)
+        self._seen = [0.0] * m
 
     def copy_from(self, other: OnlineScales, theirs: int, ours: int) -> None:
         """Take over what another set of scales learned about one replica."""
@@ -139,9 +139,10 @@ class OnlineScales:
             return
         error = math.log(actual / predicted)
         rate = max(RATE, 1.0 / (2.0 + self._seen[replica]))
-        self.prefill[replica] *= math.exp(rate * min(max(error, -CLIP), CLIP))
+        step = math.exp(rate * min(max(error, -CLIP), CLIP))
+        self.prefill[replica] = self.prefill.item(replica) * step
         self._seen[replica] += 1.0
-        variance = self.spread[replica] ** 2
+        variance = self.spread.item(replica) ** 2
         variance += 0.05 * (min(error * error, CLIP * CLIP) - variance)
         self.spread[replica] = min(max(math.sqrt(variance), 0.05), 1.5)
 
@@ -150,4 +151,5 @@ class OnlineScales:
         if predicted <= 0 or actual <= 0:
             return
         error = math.log(actual / predicted)
-        self.decode[replica] *= math.exp(RATE * min(max(error, -CLIP), CLIP))
+        step = math.exp(RATE * min(max(error, -CLIP), CLIP))
+        self.decode[replica] = self.decode.item(replica) * step

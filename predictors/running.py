@@ -7,6 +7,8 @@ Counts per bin, forgotten exponentially, per key, and each key shrunk towards th
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,6 +16,12 @@ from domain.length import BINS, EDGES, LengthDistribution
 
 HALF_LIFE = 500.0
 """Outcomes after which an old one counts half."""
+
+KEEP = 0.5 ** (1.0 / HALF_LIFE)
+"""What an outcome's weight is multiplied by when the next one comes."""
+
+LARGEST_UNIT = 1e6
+"""Counts are brought back to unit 1 beyond this, long before a float loses digits."""
 
 PRIOR_WEIGHT = 20.0
 """Outcomes that the coarser distribution is worth in the finer one."""
@@ -24,6 +32,33 @@ serves."""
 
 PRIOR = LengthDistribution.lognormal(150.0, 1.1)
 """Before any outcome: chat answers of the public logs have medians near 150 tokens."""
+
+_EDGES: list[float] = EDGES.tolist()
+
+
+class _Counts:
+    """Counts per bin, (BINS,), in growing units instead of shrinking counts: forgetting costs O(1).
+
+    An outcome weighs `unit`, which grows by 1 / keep with each; true counts are `counts` / `unit`.
+    `fresh` is how many outcomes came since `distribution` was built.
+    """
+
+    __slots__ = ("counts", "distribution", "fresh", "total", "unit")
+
+    def __init__(self) -> None:
+        self.counts = np.zeros(BINS)
+        self.total = 0.0
+        self.unit = 1.0
+        self.fresh = 0.0
+        self.distribution: LengthDistribution | None = None
+
+    def age(self) -> None:
+        """One more outcome comes: those before it count less."""
+        self.unit /= KEEP
+        if self.unit > LARGEST_UNIT:
+            self.counts /= self.unit
+            self.total /= self.unit
+            self.unit = 1.0
 
 
 class RunningLengths:
@@ -36,56 +71,56 @@ class RunningLengths:
 
     def __init__(self, capacity: int = 4096) -> None:
         self._capacity = capacity
-        self._keep = 0.5 ** (1.0 / HALF_LIFE)
-        self._counts: dict[tuple[str, int], NDArray[np.float64]] = {}
-        self._cache: dict[tuple[str, int], LengthDistribution] = {}
-        self._fresh: dict[tuple[str, int], float] = {}
+        self._of: dict[tuple[str, int], _Counts] = {}
 
     def distribution(self, model: str, group: int = 0) -> LengthDistribution:
         """The present distribution of output tokens; `group` 0 is the whole model."""
-        key = (model, group) if (model, group) in self._counts else (model, 0)
-        found = self._cache.get(key)
-        if found is None:
-            found = self._cache[key] = LengthDistribution.from_counts(self._smoothed(key))
-        return found
+        key = (model, group)
+        counts = self._of.get(key)
+        if counts is None:
+            key = (model, 0)
+            counts = self._of.get(key)
+            if counts is None:
+                return PRIOR
+        if counts.distribution is None:
+            counts.distribution = LengthDistribution.from_counts(self._smoothed(key))
+        return counts.distribution
 
     def observe(self, model: str, group: int, tokens: float, *, censored: bool = False) -> None:
         """Take one outcome in: `tokens` of output; `censored` if it was cut there."""
         if tokens < 1:
             return
+        k = min(bisect_left(_EDGES, tokens), BINS) - 1
         keys = [(model, 0)] if group == 0 else [(model, 0), (model, group)]
-        weights = self._mass(keys[-1], tokens, censored=censored)
+        mass = self._beyond(keys[-1], k) if censored else None
         for key in keys:
-            counts = self._counts.pop(key, None)
-            if counts is None:
-                counts = np.zeros(BINS)
-            counts *= self._keep
-            counts += weights
-            self._counts[key] = counts  # moved to the end: most recently seen
-            # A distribution is rebuilt once its counts have changed by a fiftieth.
-            changed = self._fresh.get(key, 0.0) + 1.0
-            if changed >= REBUILD * (PRIOR_WEIGHT + counts.sum()):
-                self._cache.pop(key, None)
-                changed = 0.0
-            self._fresh[key] = changed
+            # Taken out and put in at the end: most recently seen.
+            counts = self._of.pop(key, None) or _Counts()
+            self._of[key] = counts
+            counts.age()
+            if mass is None:
+                counts.counts[k] += counts.unit
+            else:
+                counts.counts += counts.unit * mass
+            counts.total += counts.unit
+            counts.fresh += 1.0
+            if counts.fresh >= REBUILD * (PRIOR_WEIGHT + counts.total / counts.unit):
+                counts.distribution = None
+                counts.fresh = 0.0
         if group == 0:
             return
-        while len(self._counts) > self._capacity:
-            oldest = next(iter(self._counts))
-            del self._counts[oldest]
-            self._cache.pop(oldest, None)
-            self._fresh.pop(oldest, None)
+        while len(self._of) > self._capacity:
+            del self._of[next(iter(self._of))]
 
-    def _mass(self, key: tuple[str, int], tokens: float, *, censored: bool) -> NDArray[np.float64]:
-        k = min(int(np.searchsorted(EDGES, tokens)), BINS) - 1
-        weights = np.zeros(BINS)
-        if not censored:
-            weights[k] = 1.0
-            return weights
+    def _beyond(self, key: tuple[str, int], k: int) -> NDArray[np.float64]:
+        """One outcome's mass, (BINS,), spread over bin k and those after it as the key's mass is
+        now.
+        """
+        mass = np.zeros(BINS)
         beyond = self._smoothed(key)[k:]
         total = beyond.sum()
-        weights[k:] = beyond / total if total > 0 else 1.0 / len(beyond)
-        return weights
+        mass[k:] = beyond / total if total > 0 else 1.0 / len(beyond)
+        return mass
 
     def _smoothed(self, key: tuple[str, int]) -> NDArray[np.float64]:
         """Counts of the key plus `PRIOR_WEIGHT` of the coarser distribution; (BINS,)."""
@@ -94,6 +129,6 @@ class RunningLengths:
         else:
             coarse = self._smoothed((key[0], 0))
             prior = coarse / coarse.sum()
-        counts = self._counts.get(key)
         spread = prior * PRIOR_WEIGHT
-        return spread if counts is None else counts + spread
+        counts = self._of.get(key)
+        return spread if counts is None else counts.counts / counts.unit + spread
