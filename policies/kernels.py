@@ -256,7 +256,7 @@ def merge_reading(
     if not math.isnan(running):
         seen = running + (0.0 if math.isnan(waiting) else waiting)
         fleet.foreign_running[r] = max(0.0, seen - own_running)
-    if not math.isnan(kv_share):
+    if not math.isnan(kv_share) and fleet.kv_capacity[r] < np.inf:
         fleet.foreign_context[r] = max(0.0, kv_share * fleet.kv_capacity[r] - own_context)
 
 

@@ -33,6 +33,7 @@ SUBCOMMANDS = {
     "explain": Subcommand("sluice.explain", "why a request went where it went"),
     "verify": Subcommand("sluice.verify", "live a recorded run through again, event by event"),
     "emulate": Subcommand("sluice.emulate", "a fleet of emulated replicas on real ports"),
+    "simulate": Subcommand("sluice.simulate", "one policy in one scenario, in virtual time"),
     "replay": Subcommand("sluice.replay", "open-loop load against any OpenAI URL; goodput"),
 }
 

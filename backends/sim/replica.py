@@ -947,3 +947,16 @@ def next_step(ph: Physics, r: int, now: float) -> float:
     if done >= ph.replica[r].stretch:
         return ph.replica[r].end
     return ph.replica[r].clock + span(ph, r, done + 1)
+
+
+@njit(cache=True, error_model="numpy")
+def reading_into(ph: Physics, r: int, now: float, out: Floats) -> None:
+    """What the replica's own metrics show: (running, waiting, share of KV pages in use) into out
+    (3,).
+    """
+    replica = ph.replica[r]
+    out[0] = replica.n_decode + replica.n_prefill
+    out[1] = replica.n_waiting
+    taken = growth(ph, r, steps_done(ph, r, now)) if replica.n_decode > 0 else 0
+    room = replica.free + replica.evictable * ph.block_pages - taken
+    out[2] = 1.0 - room / max(replica.pages, 1)

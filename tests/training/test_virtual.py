@@ -1,0 +1,202 @@
+"""The shell in virtual time: nothing is lost, times are the engine's, the same seed is the same."""
+
+import numpy as np
+import pytest
+
+from domain.outcome import Cause, limits_met
+from policies.factory import build_core
+from tests.backends.sim.naive import Fleet, Job
+from training.evaluate import estimator_for, policy_named, run_live, simulate
+from training.informed import survival_rows
+from training.measures import ABSENT, MET, MISSED
+from training.scenario import (
+    Arrivals,
+    Failure,
+    Metrics,
+    Promise,
+    Replicas,
+    Scenario,
+    Source,
+    build,
+)
+from training.traces import trace
+from training.virtual import VirtualShell, _PrefixBlocks
+
+CLASSES = {
+    "fast": Promise(ttft=0.3, ttft_per_token=2e-4, tpot=0.03),
+    "slow": Promise(rank=1, ttft=1.0, ttft_per_token=6e-4, tpot=0.1),
+}
+
+
+def scenario(n=400, fleet=None, **fields):
+    groups = fleet or (
+        Replicas(profile="h100-bf16-14b", count=2),
+        Replicas(profile="l40s-int4-14b", count=1),
+    )
+    return Scenario(name="t", fleet=groups, classes=CLASSES, requests=n, warmup=0, **fields)
+
+
+def test_one_replica_without_a_queue_is_the_step_by_step_engine():
+    """Round robin over one replica, holding nothing: the core adds no delay and loses nothing."""
+    plain = scenario(150, fleet=(Replicas(profile="a100-bf16-14b"),))
+    case = build(plain, 12.0, 3)
+    run = run_live(case, policy_named("round_robin", hold=False))
+    engine = Fleet([case.fleet.replicas[0].profile], 64, 0, 0, 1)
+    jobs = [
+        Job(i, int(p), int(o))
+        for i, (p, o) in enumerate(zip(case.trace.prompt, case.trace.output, strict=True))
+    ]
+    engine.run([(t, "enter", j, 0) for t, j in zip(case.trace.arrival.tolist(), jobs, strict=True)])
+    np.testing.assert_allclose(run.first, [j.first for j in jobs], rtol=0, atol=1e-9)
+    np.testing.assert_allclose(run.last, [j.finish for j in jobs], rtol=0, atol=1e-9)
+    met = (run.ttft <= case.ttft) & ~(run.tpot(case.trace.output) > case.tpot)
+    assert np.array_equal(met, run.verdict == MET)
+
+
+@pytest.mark.parametrize("policy", ["least_requests", "best_fit", "marginal"])
+@pytest.mark.parametrize("delay", [0.0, 0.5])
+def test_every_request_has_one_outcome(policy, delay):
+    case = build(scenario(metrics=Metrics(delay=delay)), 60.0, 5)
+    run = run_live(case, policy_named(policy))
+    assert set(np.unique(run.verdict)) <= {MET, MISSED}
+    sent = np.isfinite(run.sent)
+    assert np.all(run.sent[sent] >= run.arrival[sent])
+    served = np.isfinite(run.last)
+    assert served.sum() > 50
+    assert np.all(run.first[served] > run.sent[served])
+    assert np.all(run.last[served] >= run.first[served])
+
+
+def test_the_same_seed_gives_the_same_run_and_another_does_not():
+    runs = [simulate(scenario(200), policy_named("best_fit"), 30.0, s)[0] for s in (1, 1, 2)]
+    np.testing.assert_array_equal(runs[0].first, runs[1].first)
+    assert not np.array_equal(runs[0].first, runs[2].first)
+
+
+def test_a_dead_replica_loses_its_streams_and_others_take_over():
+    dying = scenario(600, failures=(Failure(replica=0, at=0.3, down=4.0, noticed=0.5),))
+    case = build(dying, 25.0, 2)
+    core_run = run_live(case, policy_named("least_requests"))
+    died = case.trace.arrival[0] + 0.3 * case.trace.duration
+    inside = (core_run.sent > died + 0.5) & (core_run.sent < died + 4.0)
+    assert inside.sum() > 20
+    assert not np.any(core_run.replica[inside] == 0)
+    after = core_run.sent > died + 4.6
+    assert np.any(core_run.replica[after] == 0)
+    interrupted = np.isfinite(core_run.first) & ~np.isfinite(core_run.last)
+    assert 0 < interrupted.sum() < 60
+
+
+def test_two_gateways_share_a_fleet():
+    case = build(scenario(400, gateways=2), 20.0, 4)
+    run = run_live(case, policy_named("best_fit"))
+    assert np.isfinite(run.last).sum() > 300
+    assert set(run.replica.tolist()) == {0, 1, 2}
+
+
+def test_calls_of_a_session_follow_each_other():
+    """A follow-up comes its think time after the answer; after a failed call none comes."""
+    case = build(scenario(3), 1.0, 1)
+    chain = trace(
+        np.array([0.0, 0.1, 0.2]),
+        np.array([100, 200, 300]),
+        np.array([10, 10, 10]),
+        session=np.zeros(3, np.int64),
+        follows=np.array([0, 0, 1]),
+        think=np.array([0.0, 2.0, 3.0]),
+        tenants=("default",),
+    )
+    case = _with_trace(case, chain)
+    run = run_live(case, policy_named("least_requests"))
+    assert run.arrival[1] == pytest.approx(run.last[0] + 2.0)
+    assert run.arrival[2] == pytest.approx(run.last[1] + 3.0)
+    long = trace(
+        np.array([0.0, 0.1]), np.array([10**6, 10]), np.array([5, 5]),
+        session=np.zeros(2, np.int64), follows=np.array([0, 0]), think=np.array([0.0, 1.0]),
+    )  # fmt: skip
+    refused = run_live(_with_trace(case, long), policy_named("least_requests"))
+    assert refused.verdict.tolist() == [MISSED, ABSENT]
+
+
+def _with_trace(case, other):
+    from dataclasses import replace
+
+    other = replace(other, classes=case.trace.classes)
+    n = len(other)
+    return replace(
+        case, trace=other, ttft=np.full(n, 1.0), tpot=np.full(n, 1.0), e2e=np.full(n, np.inf)
+    )
+
+
+def test_split_prefill_and_decode_serve_through_pairs():
+    pair = (
+        Replicas(profile="h100-bf16-14b", phase="prefill"),
+        Replicas(profile="h100-bf16-14b", phase="decode"),
+    )
+    case = build(scenario(120, fleet=pair), 10.0, 6)
+    run = run_live(case, policy_named("round_robin", hold=False))
+    assert np.isfinite(run.last).all()
+    assert np.all(run.busy > 0)
+    assert (
+        run.tpot(case.trace.output)[case.trace.output > 50].max() < 0.05
+    )  # prefill never stalls it
+
+
+def test_prefix_blocks_of_the_gateway_follow_the_trace():
+    rows = [[0, 1], [0, 2]]
+    coarse = trace(np.arange(2.0), np.array([1024, 900]), np.array([1, 1]), blocks=rows,
+                   block_tokens=512)  # fmt: skip
+    a, b = _PrefixBlocks(coarse).of(0), _PrefixBlocks(coarse).of(1)
+    assert (len(a), len(b)) == (16, 14)
+    assert a[:8] == b[:8]
+    assert not set(a[8:]) & set(b[8:])
+    fine = trace(np.arange(2.0), np.array([128, 100]), np.array([1, 1]),
+                 blocks=[[0, 1, 2, 3], [0, 1, 5, 6]], block_tokens=32)  # fmt: skip
+    assert _PrefixBlocks(fine).of(0) == (1, 3)
+    assert _PrefixBlocks(fine).of(1) == (1,)
+
+
+def test_forecasts_are_calibrated():
+    """The true length lies under the forecast's P90 nine times in ten."""
+    rng = np.random.default_rng(1)
+    truth = np.clip(rng.lognormal(5, 1, 4000), 1, 50_000).astype(np.int64)
+    rows = survival_rows(truth, 0.6, rng)
+    assert np.all(np.diff(rows, axis=1) <= 1e-12)
+    from domain.length import LengthDistribution
+
+    p90 = np.array([LengthDistribution(row).quantile(0.9) for row in rows])
+    assert (truth <= p90).mean() == pytest.approx(0.9, abs=0.03)
+
+
+def test_outcomes_are_judged_as_limits_say():
+    case = build(scenario(300), 60.0, 8)
+    core = build_core(
+        policy_named("least_requests"),
+        fleet=case.believed,
+        estimator=estimator_for(case),
+        tenants=case.tenants,
+        classes=case.classes,
+    )
+    shell = VirtualShell(case, [core])
+    run = shell.run()
+    finished = [o for o in shell.outcomes if o.cause is Cause.FINISHED]
+    assert len(finished) > 200
+    for outcome in finished:
+        assert limits_met(outcome) == (run.verdict[int(outcome.request.id)] == MET)
+
+
+def test_a_scenario_with_recorded_arrivals_keeps_its_sessions():
+    from training.trace_sources import default_data
+
+    if not default_data().is_dir():
+        pytest.skip("no data sets; set SLUICE_DATA")
+    agents = scenario(
+        200, workload=(Source(trace="agents", max_prompt=8000),), arrivals=Arrivals(kind="source")
+    )
+    case = build(agents, 5.0, 3)
+    assert (~case.trace.roots).sum() > 100
+    run = run_live(case, policy_named("sticky"))
+    later = np.flatnonzero(~case.trace.roots & (run.verdict != ABSENT))
+    before = case.trace.follows[later]
+    np.testing.assert_allclose(run.arrival[later], run.last[before] + case.trace.think[later])
+    assert run.cached[later].sum() > 0.3 * case.trace.prompt[later].sum()

@@ -1,0 +1,106 @@
+"""One policy in one scenario at one rate: `simulate`; and the rates a policy carries: `scan`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from domain.errors import ConfigError
+from domain.fleet import Profile
+from domain.ports import Estimator
+from policies.config import PolicyConfig
+from policies.factory import build_core
+from predictors.estimator import BaselineEstimator
+from training.informed import InformedEstimator
+from training.measures import Report, Run, measure
+from training.scenario import Case, Scenario, build
+from training.virtual import VirtualShell
+
+_policy: TypeAdapter[Any] = TypeAdapter(PolicyConfig)
+
+
+def policy_named(kind: str, **options: Any) -> PolicyConfig:
+    """A policy by name with options. Raises: ConfigError naming what is wrong."""
+    try:
+        return _policy.validate_python({"kind": kind, "log_candidates": 0, **options})  # type: ignore[no-any-return]
+    except ValidationError as exc:
+        raise ConfigError(f"policy {kind!r}: {exc}") from exc
+
+
+def estimator_for(case: Case, *, learning: bool = True) -> Estimator:
+    """The estimator that the scenario asks for."""
+    sigma = case.scenario.length_sigma
+    if sigma is None:
+        return BaselineEstimator()
+    return InformedEstimator(case.trace.output, sigma, case.seed, learning=learning)
+
+
+def run_live(case: Case, policy: PolicyConfig, *, learning: bool = True) -> Run:
+    """A case through the real decision core, one per gateway."""
+    cores = [
+        build_core(
+            policy.model_copy(update={"seed": policy.seed + 1000 * case.seed + g}),
+            fleet=case.believed,
+            estimator=estimator_for(case, learning=learning),
+            tenants=case.tenants,
+            classes=case.classes,
+        )
+        for g in range(case.scenario.gateways)
+    ]
+    return VirtualShell(case, cores).run()
+
+
+def simulate(
+    scenario: Scenario,
+    policy: PolicyConfig,
+    rate: float,
+    seed: int,
+    *,
+    data: Path | None = None,
+    profiles: Mapping[str, Profile] | None = None,
+) -> tuple[Run, Report]:
+    """One run in virtual time and its measures (DESIGN section 11)."""
+    case = build(scenario, rate, seed, data=data, profiles=profiles)
+    run = run_live(case, policy)
+    return run, measure(case, run, policy.kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """Rates of a grid with what was met at each: (k,) requests/s and attainment."""
+
+    rates: tuple[float, ...]
+    attainment: tuple[float, ...]
+
+    def last_at(self, target: float) -> float:
+        """The last rate at which the isotonic (falling) fit of attainment reaches `target`, linear
+        between grid points; 0 if none does.
+        """
+        fit = falling(np.array(self.attainment))
+        rates = np.array(self.rates)
+        above = np.flatnonzero(fit >= target)
+        if not len(above):
+            return 0.0
+        k = int(above[-1])
+        if k + 1 == len(rates) or fit[k] == fit[k + 1]:
+            return float(rates[k])
+        part = (fit[k] - target) / (fit[k] - fit[k + 1])
+        return float(rates[k] + part * (rates[k + 1] - rates[k]))
+
+
+def falling(values: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """The closest never-rising sequence, by pooling adjacent violators (Ayer et al., 1955)."""
+    pools: list[list[float]] = []
+    for value in values.tolist():
+        pools.append([value, 1.0])
+        while len(pools) > 1 and pools[-2][0] < pools[-1][0]:
+            mean, count = pools.pop()
+            before = pools[-1]
+            total = before[1] + count
+            pools[-1] = [(before[0] * before[1] + mean * count) / total, total]
+    return np.concatenate([np.full(int(count), mean) for mean, count in pools])
