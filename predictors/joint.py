@@ -13,9 +13,13 @@ from domain.columns import Floats, Mask
 from domain.native import compiled
 
 BINS = 10
-PRIOR = 12.0
-"""Outcomes that the identity is worth in each bin."""
-FORGET = 0.995
+PRIOR = 4.0
+"""Outcomes that the identity is worth at each knot."""
+
+FORGET = 0.998
+"""What an outcome's weight is multiplied by when the next one comes: about 500 outcomes count. With
+12 and 0.995 a biased stream stayed a third uncorrected (squared error left after 3,000 outcomes:
+0.012 against 0.0015 for P ** 3)."""
 
 
 @njit(cache=True, error_model="numpy")
