@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from backends.adapters.detect import Discovery, adapter_named, discover
 from backends.breaker import Breaker
+from backends.probe import Probe, asked
 from backends.upstream import UpstreamPool
 from domain.fleet import FleetSpec, ReplicaSpec, Variant
 from domain.units import seconds_from_ms
 from gateway.config import BreakerConfig, LocalReplicaConfig, ModelConfig, UrlReplica
-from gateway.monitor import Target, getter, new_client
+from gateway.monitor import Target
 from gateway.shell import Seat
 
 DISCOVERY_TIMEOUT = 5.0
@@ -55,10 +56,7 @@ async def opened(
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[OpenFleet]:
     """Ask every replica who it is and keep a connection pool for each."""
-    async with new_client(DISCOVERY_TIMEOUT) as client:
-        found = await asyncio.gather(
-            *(discover(getter(client, place.url, place.api_key)) for place in places)
-        )
+    found = await asyncio.gather(*(who_is(place.url, place.api_key) for place in places))
     measured = {p.config.variant: p.quality for p in places if p.quality is not None}
     variants = tuple(
         config.variant(name, model, measured.get(name))
@@ -94,6 +92,12 @@ async def opened(
         yield OpenFleet(
             spec=FleetSpec(replicas=tuple(specs), variants=variants), seats=seats, targets=targets
         )
+
+
+async def who_is(url: str, api_key: str | None = None) -> Discovery | None:
+    """What answers at a URL; None if nothing there lists models."""
+    async with Probe(url, timeout=DISCOVERY_TIMEOUT, api_key=api_key) as probe:
+        return await discover(lambda path: asked(probe, path))
 
 
 def replica_spec(place: Place, told: Discovery | None, variant: Variant) -> ReplicaSpec:

@@ -16,10 +16,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import httpx
-
-from backends.adapters.detect import Get, discover
+from backends.adapters.detect import discover
 from backends.adapters.table import Adapter, Load, read_load
+from backends.probe import Probe, asked
+from domain.errors import BackendError, BackendTimeout, BackendUnavailable
 
 _log = logging.getLogger(__name__)
 
@@ -71,9 +71,9 @@ class Monitor:
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """Poll inside the `async with`."""
-        async with new_client(self._pace.timeout) as client, asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as tasks:
             polls = [
-                tasks.create_task(self._watch(client, i, target), name=f"monitor {target.url}")
+                tasks.create_task(self._watch(i, target), name=f"monitor {target.url}")
                 for i, target in enumerate(self._targets)
             ]
             try:
@@ -82,67 +82,43 @@ class Monitor:
                 for poll in polls:
                     poll.cancel()
 
-    async def _watch(self, client: httpx.AsyncClient, replica: int, target: Target) -> None:
+    async def _watch(self, replica: int, target: Target) -> None:
         refused = 0
         answered = self._clock()
-        while True:
-            began = self._clock()
-            try:
-                load = await self._ask(client, target)
-            except httpx.TimeoutException:
-                if self._clock() - answered > self._pace.silence:
-                    self._watcher.health(replica, ok=False)
-            except httpx.HTTPError:
-                refused += 1
-                if refused >= self._pace.refusals:
-                    self._watcher.health(replica, ok=False)
-            else:
-                refused = 0
-                answered = self._clock()
-                self._watcher.health(replica, ok=True)
-                if load is not None:
-                    self._watcher.reading(replica, load, (began + answered) / 2)
-            await asyncio.sleep(max(began + self._pace.every - self._clock(), 0.01))
+        async with Probe(target.url, timeout=self._pace.timeout, api_key=target.api_key) as probe:
+            while True:
+                began = self._clock()
+                try:
+                    load = await self._ask(probe, target)
+                except BackendTimeout:
+                    if self._clock() - answered > self._pace.silence:
+                        self._watcher.health(replica, ok=False)
+                except BackendError:
+                    refused += 1
+                    if refused >= self._pace.refusals:
+                        self._watcher.health(replica, ok=False)
+                else:
+                    refused = 0
+                    answered = self._clock()
+                    self._watcher.health(replica, ok=True)
+                    if load is not None:
+                        self._watcher.reading(replica, load, (began + answered) / 2)
+                await asyncio.sleep(max(began + self._pace.every - self._clock(), 0.01))
 
-    async def _ask(self, client: httpx.AsyncClient, target: Target) -> Load | None:
-        """The load of a replica that is up, None where it shows none. Raises: httpx.HTTPError."""
+    async def _ask(self, probe: Probe, target: Target) -> Load | None:
+        """The load of a replica that is up, None where it shows none. Raises: BackendError."""
         if target.adapter is None:
-            found = await discover(getter(client, target.url, target.api_key))
+            found = await discover(lambda path: asked(probe, path))
             if found is None:
-                raise httpx.TransportError(f"{target.url} lists no models")
+                raise BackendUnavailable(f"{target.url} lists no models")
             _log.info("%s is %s", target.url, found.adapter.name)
             target.adapter = found.adapter
         adapter = target.adapter
-        headers = auth(target.api_key)
         if adapter.metrics_path:
-            response = await client.get(target.url + adapter.metrics_path, headers=headers)
-            if response.is_success:
-                return read_load(adapter, response.text)
-        response = await client.get(target.url + adapter.health_path, headers=headers)
-        response.raise_for_status()
+            answer = await probe.get(adapter.metrics_path)
+            if answer.good:
+                return read_load(adapter, answer.body.decode(errors="replace"))
+        answer = await probe.get(adapter.health_path)
+        if not answer.good:
+            raise BackendUnavailable(f"{target.url}{adapter.health_path}: {answer.status}")
         return None
-
-
-def new_client(timeout: float) -> httpx.AsyncClient:
-    """A client for polls: no proxies of the environment, few connections."""
-    return httpx.AsyncClient(
-        timeout=timeout, trust_env=False, limits=httpx.Limits(max_keepalive_connections=64)
-    )
-
-
-def auth(api_key: str | None) -> dict[str, str]:
-    """The header that opens an engine."""
-    return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-
-
-def getter(client: httpx.AsyncClient, url: str, api_key: str | None) -> Get:
-    """Asks paths of one engine."""
-
-    async def get(path: str) -> bytes | None:
-        try:
-            response = await client.get(url + path, headers=auth(api_key))
-        except httpx.HTTPError:
-            return None
-        return response.content if response.is_success else None
-
-    return get

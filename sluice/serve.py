@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import signal
@@ -27,7 +28,7 @@ from gateway.config import (
     UrlReplica,
     VariantConfig,
 )
-from gateway.fleet import Place, opened
+from gateway.fleet import Place, opened, who_is
 from gateway.tenants import key_table
 from sluice.cli import DONE
 from sluice.settings import Settings, load
@@ -103,6 +104,9 @@ async def serve_until_signalled(settings: Settings, announce: Callable[[Any], No
 
 async def _serve(settings: Settings, announce: Callable[[Any], None], stop: asyncio.Event) -> None:
     async with gateway_of(settings) as gateway:
+        gc.collect()
+        gc.freeze()  # what was built so far lives as long as the process: never scan it again
+        gc.set_threshold(50_000, 20, 50)  # requests leave no cycles; young ones are cheap to keep
         announce(gateway)
         await stop.wait()
         _log.info("draining; a second signal is not needed")
@@ -221,16 +225,11 @@ async def ask(urls: list[str]) -> Settings:
 
     Raises: ConfigError where a URL does not answer like an engine.
     """
-    from backends.adapters.detect import discover
-    from gateway.fleet import DISCOVERY_TIMEOUT
-    from gateway.monitor import getter, new_client
-
     bases = [url.rstrip("/").removesuffix("/v1") for url in urls]
     for url in bases:
         if urlsplit(url).scheme not in {"http", "https"} or not urlsplit(url).hostname:
             raise ConfigError(f"--backend must be http[s]://host[:port], not {url!r}")
-    async with new_client(DISCOVERY_TIMEOUT) as client:
-        found = await asyncio.gather(*(discover(getter(client, url, None)) for url in bases))
+    found = await asyncio.gather(*map(who_is, bases))
     models: dict[str, dict[str, VariantConfig]] = {}
     replicas = []
     for i, (url, told) in enumerate(zip(bases, found, strict=True)):

@@ -72,7 +72,9 @@ def read_load(adapter: Adapter, text: str) -> Load:
     shares the fullest counts.
     """
     values: dict[str, list[float]] = {}
-    for sample in samples(text):
+    wanted = adapter.running + adapter.waiting + adapter.kv_used
+    lines = [line for line in text.splitlines() if line.startswith(wanted)]
+    for sample in samples("\n".join(lines)):
         values.setdefault(sample.name, []).append(sample.value)
     return Load(
         running=_first(adapter.running, values, "sum"),
