@@ -222,9 +222,9 @@ end
 -- leases: KEYS of a tenant are always {meters, held, leases}
 
 -- End what nobody renewed: slots come free, the reservation stays charged (its tokens may well have
--- been streamed) and may still be settled for a while. At most 16 per call.
+-- been streamed) and may still be settled for a while. At most 128 per call.
 local function sweep(keys, now, keep)
-  local due = redis.call('ZRANGEBYSCORE', keys[3], '-inf', now, 'LIMIT', 0, 16)
+  local due = redis.call('ZRANGEBYSCORE', keys[3], '-inf', now, 'LIMIT', 0, 128)
   for _, id in ipairs(due) do
     local packed = redis.call('HGET', keys[2], id)
     local record = packed and cmsgpack.unpack(packed)

@@ -48,7 +48,7 @@ PUSH_INTERVAL = 0.05
 LOAD_LEASE = 2.0
 """Seconds for which such a report counts: a dead gateway's load is gone after that."""
 
-ANSWER_TIMEOUT = 0.1
+ANSWER_TIMEOUT = 0.25
 """Seconds after which a store that does not answer counts as away."""
 
 CONNECT_TIMEOUT = 1.0
@@ -156,6 +156,13 @@ class _Tally:
     requests: int = 0
 
 
+class _Outage(NamedTuple):
+    """What is to be charged for one outage, under the id that makes it be charged once."""
+
+    id: str
+    tallies: dict[str, _Tally]
+
+
 @dataclass(slots=True)
 class _TenantState:
     """Everything kept of one tenant."""
@@ -164,6 +171,7 @@ class _TenantState:
     traffic: Traffic = field(default_factory=Traffic)
     windows: dict[str, RequestWindow] = field(default_factory=dict)
     tallies: dict[str, _Tally] = field(default_factory=dict)
+    uncharged: list[_Outage] = field(default_factory=list)
     account: Account | None = None
 
 
@@ -569,7 +577,10 @@ class RedisStore:
                 for held in holds:
                     held.place = _Place.STORE
 
-        self._link.call("renew", paths[0].keys, args, done)
+        if self._link.call("renew", paths[0].keys, args, done):
+            for held in holds:
+                if held.place is _Place.LOCAL:
+                    held.place = _Place.UNSURE
 
     # ---- other gateways
 
@@ -677,7 +688,12 @@ class RedisStore:
         now = self._clock()
         for name, state in self._tenants.items():
             if state.tallies or state.windows:
-                self._send_reconcile(name, state, now)
+                id_ = f"outage:{self._gateway.decode()}:{self._boot}:{self.counts.outages}"
+                state.uncharged.append(_Outage(id_, state.tallies))
+                state.tallies = {}
+            uncharged, state.uncharged = state.uncharged, []
+            for outage in uncharged:
+                self._send_reconcile(name, state, outage, now)
             state.account = None
         unsettled, self._unsettled = self._unsettled, []
         for end in unsettled:
@@ -689,25 +705,24 @@ class RedisStore:
         if self._signal is not None:
             self._signal(False)
 
-    def _send_reconcile(self, name: str, state: _TenantState, now: float) -> None:
+    def _send_reconcile(self, name: str, state: _TenantState, outage: _Outage, now: float) -> None:
         tenant = state.paths.tenant
         quotas = {"tenant": tenant.quota}
         quotas |= {f"key:{key}": quota for key, quota in tenant.key_quotas.items()}
         quotas |= {f"model:{model}": quota for model, quota in tenant.model_quotas.items()}
-        touched = [n for n in quotas if n in state.tallies or n in state.windows]
-        tallies, state.tallies = state.tallies, {}
+        touched = [n for n in quotas if n in outage.tallies or n in state.windows]
         if not touched:
             return
         away = []
         for meter in touched:
-            tally = tallies.get(meter, _Tally())
+            tally = outage.tallies.get(meter, _Tally())
             window = state.windows.get(meter)
             recent = window.advance(now) if window is not None else 0
             away.append((tally.tokens, tally.cost, tally.requests, recent))
         seen = state.paths.all_seen
         hints = [seen[n].hint(now) if n in seen else (0.0, 0.0, 0.0, 0) for n in touched]
         args = (
-            f"outage:{self._gateway.decode()}:{self._boot}:{self.counts.outages}".encode(),
+            outage.id.encode(),
             self._numbers["keep"],
             encode([wired(n, quotas[n]) for n in touched]),
             encode(hints),
@@ -719,12 +734,8 @@ class RedisStore:
         def done(reply: Reply) -> None:
             if isinstance(reply, bytes):
                 self._note(state, touched, _answers.decode(reply))
-                return
-            for meter, tally in tallies.items():
-                kept = state.tallies.setdefault(meter, _Tally())
-                kept.tokens += tally.tokens
-                kept.cost += tally.cost
-                kept.requests += tally.requests
+            else:
+                state.uncharged.append(outage)
 
         if not self._link.call("reconcile", tenant_keys(self._prefix, name), args, done):
             done(None)
