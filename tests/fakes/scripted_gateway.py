@@ -72,6 +72,8 @@ class Plan:
     patience: float = 0.2
     """A refused client tries again after at most this long."""
     lease: float = 15.0
+    answer_timeout: float = 2.0
+    """Above the store's default: a busy test machine is not an outage; a killed server still is."""
     seed: int = 0
 
 
@@ -139,6 +141,7 @@ class ScriptedGateway:
                 foreign=self.tell,
                 signal=self._signal,
                 lease=plan.lease,
+                answer_timeout=plan.answer_timeout,
             )
         self.random = random.Random(f"{plan.seed}{plan.name}")
         self.stories: dict[str, Story] = {}
