@@ -8,6 +8,7 @@
 local RATE, BURST, LEVEL, AT, RUNNING = 1, 2, 3, 4, 5
 local DAY, USED, COST_DAY, COST = 6, 7, 8, 9
 local WIDTH, LIMIT, SLOT, TOTAL, COUNTS, SPENT = 10, 11, 12, 13, 14, 15
+local BORN, BORN_AT = 16, 17 -- the level the bucket was made with, and when
 local STEP, SLACK, DAY_LENGTH, SLOTS = 1.0, 1e-6, 86400.0, 60
 local SIZE = SLOTS + 1
 local OPEN, EXPIRED, DONE = 0, 1, 2
@@ -135,7 +136,7 @@ end
 -- the whole meter
 
 local function blank(now)
-  return {-1, 0, 0, now, 0, day_of(now), 0, day_of(now), 0, -1, 0, 0, 0, {}, 0}
+  return {-1, 0, 0, now, 0, day_of(now), 0, day_of(now), 0, -1, 0, 0, 0, {}, 0, 0, now}
 end
 
 -- A meter fitted to its quota: made from the hint if `packed` is false, rescaled if limits changed.
@@ -148,6 +149,7 @@ local function fitted(packed, quota, hint, now)
       local known = hint and hint[4] == 1
       s[RATE], s[BURST], s[AT] = rate, burst, now
       s[LEVEL] = known and math.min(math.max(seen, -burst), burst) or burst
+      s[BORN], s[BORN_AT] = s[LEVEL], now
     elseif s[RATE] ~= rate or s[BURST] ~= burst then
       refill(s, now)
       s[LEVEL] = s[BURST] > 0 and s[LEVEL] * burst / s[BURST] or 0
@@ -217,6 +219,17 @@ local function give_back(s, quota, back, cost_back, at, now)
   if quota[2] >= 0 then bucket_settle(s, back, now) end
   if quota[7] >= 0 then daily_settle(s, DAY, USED, back, at, now) end
   if quota[8] >= 0 then daily_settle(s, COST_DAY, COST, cost_back, at, now) end
+end
+
+-- Another gateway saw a lower level before the store came back empty than the one the meter was made
+-- with: what it knows of was charged before that.
+local function heard_lower(s, quota, hint, now)
+  if quota[2] < 0 or hint[4] ~= 1 then return end
+  local made = math.min(s[BORN] + (now - s[BORN_AT]) * s[RATE], s[BURST])
+  if hint[1] < made then
+    bucket_settle(s, hint[1] - made, now)
+    s[BORN], s[BORN_AT] = hint[1], now
+  end
 end
 
 -- leases: KEYS of a tenant are always {meters, held, leases}

@@ -15,6 +15,7 @@ epoch = epoch or ARGV[7]
 if redis.call('HGET', KEYS[2], id) then return answer(1, nil, nil, epoch, states) end
 for i, quota in ipairs(quotas) do
   local s, spent = states[i], away[i]
+  if existed[i] and not same then heard_lower(s, quota, hints[i], now) end
   give_back(s, quota, -spent[1], -spent[2], now, now)
   if quota[4] >= 0 then
     advance(s, now)

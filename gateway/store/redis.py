@@ -173,6 +173,8 @@ class _TenantState:
     tallies: dict[str, _Tally] = field(default_factory=dict)
     uncharged: list[_Outage] = field(default_factory=list)
     account: Account | None = None
+    epoch: str = ""
+    """The life of the store's own record of the tenant, as last seen."""
 
 
 @dataclass(slots=True)
@@ -229,7 +231,6 @@ class RedisStore:
         self._lease = lease
         self._load_lease = load_lease
         self._push_interval = push_interval
-        self._epoch = self._boot
         self._link = Link(
             address(url),
             scripts(lua_clock),
@@ -369,6 +370,10 @@ class RedisStore:
         gone = {h.tenant for h in self._held.values()} - states.keys()
         self._tenants = states | {name: self._tenants[name] for name in gone}
 
+    def _new_epoch(self) -> bytes:
+        """The name of a tenant's record should this call be the one that makes it."""
+        return f"{self._boot}:{self.counts.outages}".encode()
+
     # ---- reserve and book
 
     def _new_hold(self, action: Commit, now: float) -> _Held | None:
@@ -401,7 +406,7 @@ class RedisStore:
             repr(held.cost).encode(),
             held.path.wire,
             encode([seen.hint(now) for seen in held.path.seen]),
-            self._epoch.encode(),
+            self._new_epoch(),
         )
 
         def done(reply: Reply) -> None:
@@ -502,11 +507,12 @@ class RedisStore:
 
     def _see(self, held: _Held, answer: _Answer) -> None:
         now = self._clock()
-        self._epoch = answer.epoch
+        state = self._tenants[held.tenant]
+        state.epoch = answer.epoch
         for seen, (level, used, cost) in zip(held.path.seen, answer.seen, strict=True):
             seen.level, seen.used, seen.cost, seen.at = level, used, cost, now
         if answer.status == 1:
-            self._tenants[held.tenant].traffic.note(held.tokens, answer.spent, now)
+            state.traffic.note(held.tokens, answer.spent, now)
 
     def _windows(self, state: _TenantState, path: Path) -> list[RequestWindow]:
         """This gateway's own counts of the meters of a path that limit requests."""
@@ -536,7 +542,7 @@ class RedisStore:
             repr(known[1]).encode(),
             held.path.wire,
             encode([seen.hint(now) for seen in held.path.seen]),
-            self._epoch.encode(),
+            self._new_epoch(),
         )
 
         def done(reply: Reply) -> None:
@@ -569,7 +575,7 @@ class RedisStore:
             encode([path.quotas for path in paths]),
             encode([[seen.hint(now) for seen in path.seen] for path in paths]),
             encode(items),
-            self._epoch.encode(),
+            self._new_epoch(),
         )
 
         def done(reply: Reply) -> None:
@@ -687,7 +693,7 @@ class RedisStore:
         """Charge, settle, adopt: in this order on one connection, before anything new."""
         now = self._clock()
         for name, state in self._tenants.items():
-            if state.tallies or state.windows:
+            if state.paths.all_seen:
                 id_ = f"outage:{self._gateway.decode()}:{self._boot}:{self.counts.outages}"
                 state.uncharged.append(_Outage(id_, state.tallies))
                 state.tallies = {}
@@ -710,7 +716,7 @@ class RedisStore:
         quotas = {"tenant": tenant.quota}
         quotas |= {f"key:{key}": quota for key, quota in tenant.key_quotas.items()}
         quotas |= {f"model:{model}": quota for model, quota in tenant.model_quotas.items()}
-        touched = [n for n in quotas if n in outage.tallies or n in state.windows]
+        touched = [n for n in quotas if n in state.paths.all_seen]
         if not touched:
             return
         away = []
@@ -727,8 +733,8 @@ class RedisStore:
             encode([wired(n, quotas[n]) for n in touched]),
             encode(hints),
             encode(away),
-            self._epoch.encode(),
-            self._boot.encode(),
+            state.epoch.encode(),
+            self._new_epoch(),
         )
 
         def done(reply: Reply) -> None:
@@ -742,6 +748,7 @@ class RedisStore:
 
     def _note(self, state: _TenantState, names: list[str], answer: _Answer) -> None:
         now = self._clock()
+        state.epoch = answer.epoch
         seen: Mapping[str, Seen] = state.paths.all_seen
         for name, (level, used, cost) in zip(names, answer.seen, strict=True):
             if name in seen:
