@@ -100,6 +100,7 @@ class Reply(Protocol):
 class ClientRequest:
     """A complete request to an inference endpoint, as it came.
 
+    The body is dropped, and `RequestFacts.turns` with it, once an answer has begun.
     `received_at` is when its last byte was read; `headers` have lower-case names, in order.
     """
 
@@ -342,6 +343,7 @@ class Relay:
                 usage = other.usage()
                 self._drop(other)
                 self._plane.dispatcher.superseded(self, other.number, usage)
+            self._forget_prompt()
             if not self._started:
                 self._begin(status, headers, length)
             if self._paused and attempt.exchange is not None:
@@ -388,6 +390,12 @@ class Relay:
     def now(self) -> float:
         """The plane's clock."""
         return self._plane.clock()
+
+    def _forget_prompt(self) -> None:
+        """No attempt will send it again: ten thousand open streams hold no prompts."""
+        self.request.body = b""
+        if self._facts is not None:
+            self._facts.turns = ()
 
     def _begin(self, status: int, headers: bytes, length: int | None) -> None:
         self._started = True
