@@ -10,8 +10,8 @@ v, and the answer is
 so f = 0 gives the model's own distribution back, an unseen model is served by its prior, and a
 model that starts to answer longer moves at once, without a new fit. On the bins of
 `domain.length` this is a discrete hazard with complementary log-log link; a censored answer adds
-its exposure and no event, which is a Poisson likelihood with offset (Friedman, "Piecewise exponential models for
-survival data with covariates", Ann. Statist. 1982).
+its exposure and no event, which is a Poisson likelihood with offset (Friedman, "Piecewise
+exponential models for survival data with covariates", Ann. Statist. 1982).
 
 Features of the trees: the dense part of the request's vector, scores of kernel ridge regressions
 over text embedding and dense numbers, what the model's name says, the shape of S_m, and k.

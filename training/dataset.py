@@ -236,7 +236,8 @@ def frame(
     return rows.take(keep)
 
 
-def _texts(path: Path) -> dict[str, str]:
+def texts_of(path: Path) -> dict[str, str]:
+    """Text by prompt id, of the prompts that have one."""
     ids, texts = read_columns(path, "prompt_id", "text")
     return {i: t for i, t in zip(ids, texts, strict=True) if t}
 
@@ -249,7 +250,7 @@ def _alpaca_eval(folder: Path) -> Answers:
     n = len(prompt)
     never = np.zeros(n, bool)
     return frame(
-        _texts(base / "prompts.parquet"), ["alpaca_eval"] * n, prompt, model, tokens, never
+        texts_of(base / "prompts.parquet"), ["alpaca_eval"] * n, prompt, model, tokens, never
     )
 
 
@@ -260,7 +261,9 @@ def _arena_hard(folder: Path) -> Answers:
     )
     n = len(prompt)
     never = np.zeros(n, bool)
-    return frame(_texts(base / "prompts.parquet"), ["arena_hard"] * n, prompt, model, tokens, never)
+    return frame(
+        texts_of(base / "prompts.parquet"), ["arena_hard"] * n, prompt, model, tokens, never
+    )
 
 
 def _mmlu_pro(folder: Path) -> Answers:
@@ -283,7 +286,7 @@ def _mmlu_pro(folder: Path) -> Answers:
     # tokens are a common ruler, not the model's own: allow 7 % below the cap
     censored = np.array(tokens) >= 0.93 * np.array([caps[name] for name in model])
     sets = ["mmlu_pro"] * len(prompt)
-    return frame(_texts(base / "prompts.parquet"), sets, prompt, model, tokens, censored, score)
+    return frame(texts_of(base / "prompts.parquet"), sets, prompt, model, tokens, censored, score)
 
 
 def _zeroeval(folder: Path) -> Answers:
@@ -292,4 +295,4 @@ def _zeroeval(folder: Path) -> Answers:
         base / "responses.parquet", "prompt_id", "model", "task", "output_tokens", "score"
     )
     censored = np.array(tokens, np.float64) >= 0.93 * 4096
-    return frame(_texts(base / "prompts.parquet"), task, prompt, model, tokens, censored, score)
+    return frame(texts_of(base / "prompts.parquet"), task, prompt, model, tokens, censored, score)

@@ -1,0 +1,151 @@
+"""Is the answer of this variant good enough? A calibrated probability per request and variant.
+
+    logit P(good | request, m) = calibrate(logit prior_m + f(request, m))
+
+The prior of a variant is its base rate (from feedback, else from its config); boosted trees add
+what the prompt says, from kernel regressions of difficulty: one over all models, and one per model
+that the fit knew. f = 0 where features are missing or strange, so the prior is the fallback.
+`FeedbackPriors` moves the priors with sparse feedback.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from domain.errors import ShapeError
+from predictors.artifact import Artifact, ArtifactError, load
+from predictors.features import DENSE_SIZE, MODEL_SIZE, SCHEMA_HASH, SIZE, model_features
+from predictors.length_gbdt import forest_from, kernel_from
+from predictors.text import TextEncoder
+from predictors.trees import check, walk
+
+Floats = NDArray[np.float64]
+
+KIND = "quality"
+MAX_LOGIT = 8.0
+PRECISION_LOSS = {"fp16": 0.0, "bf16": 0.0, "fp8": 0.005, "int8": 0.005, "int4": 0.015, "q4": 0.015}
+"""Share of answers that turn bad under a precision, where nothing was measured: upper figures of
+vendors' and papers' reports (FP8 below 0.5 %, INT4 below 1.5 % overall; more on arithmetic: GSM8K
+-4 % at INT4). A prior, replaced by feedback."""
+
+
+def logit(p: float) -> float:
+    """log(p / (1 - p)), p kept within [0.0005, 0.9995]."""
+    p = min(max(p, 0.0005), 0.9995)
+    return math.log(p / (1.0 - p))
+
+
+def sigmoid(x: float) -> float:
+    """1 / (1 + e^-x)."""
+    return 1.0 / (1.0 + math.exp(-min(max(x, -40.0), 40.0)))
+
+
+class FeedbackPriors:
+    """Base rate of each variant: a beta posterior that forgets.
+
+    `weight` outcomes' worth of the configured prior; old feedback counts half after `half_life`
+    answers of that variant. Scores outside [0, 1] and NaN are ignored.
+    """
+
+    def __init__(self, *, weight: float = 30.0, half_life: float = 1000.0) -> None:
+        self._weight = weight
+        self._keep = 0.5 ** (1.0 / half_life)
+        self._sums: dict[str, tuple[float, float]] = {}
+
+    def rate(self, variant: str, prior: float) -> float:
+        """Expected share of good answers."""
+        good, seen = self._sums.get(variant, (0.0, 0.0))
+        return (good + self._weight * prior) / (seen + self._weight)
+
+    def observe(self, variant: str, score: float) -> None:
+        """Take one feedback in, 0 (bad) to 1 (good)."""
+        if 0.0 <= score <= 1.0:
+            good, seen = self._sums.get(variant, (0.0, 0.0))
+            self._sums[variant] = (good * self._keep + score, seen * self._keep + 1.0)
+
+
+class QualityModel:
+    """A fitted quality model; pure.
+
+    Raises: ArtifactError at construction when the arrays do not fit each other or this version.
+    """
+
+    def __init__(self, artifact: Artifact) -> None:
+        try:
+            arrays = dict(artifact.arrays)
+            self.version = artifact.version
+            self._text = TextEncoder.from_arrays(arrays, "text_")
+            self._kernel = kernel_from(arrays)
+            self._forest = forest_from(arrays)
+            check(self._forest, ROW_SIZE)
+            names = artifact.card["models"]
+            self._column = {str(name): i + 1 for i, name in enumerate(names)}
+            self._from = np.ascontiguousarray(arrays["calibration_from"], np.float64)
+            self._to = np.ascontiguousarray(arrays["calibration_to"], np.float64)
+            self._check_shapes()
+        except (KeyError, ShapeError, ValueError, TypeError, IndexError) as exc:
+            raise ArtifactError(f"quality artifact does not fit together: {exc}") from exc
+
+    def _check_shapes(self) -> None:
+        if len(self._column) + 1 != self._kernel.alpha.shape[1]:
+            raise ShapeError("one kernel column per known model, and one for all")
+        rising = np.all(np.diff(self._from) > 0) and np.all(np.diff(self._to) >= 0)
+        if self._from.ndim != 1 or self._from.shape != self._to.shape or not rising:
+            raise ShapeError("calibration must be a rising curve")
+        if self._kernel.landmarks.shape[1] != self._text.size + DENSE_SIZE:
+            raise ShapeError("landmarks do not fit the text encoder")
+
+    @classmethod
+    def load(cls, path: Path) -> QualityModel:
+        """Read an artifact file.
+
+        Raises: ArtifactError as `predictors.artifact.load` and the constructor.
+        """
+        return cls(load(path, kind=KIND, schema=SCHEMA_HASH))
+
+    def scores(self, features: Floats) -> Floats:
+        """Kernel columns of one request: difficulty over all models, then per known model."""
+        embedding = self._text.embed(features)
+        position = self._kernel.position(features[None, :DENSE_SIZE], embedding[None])
+        found: Floats = (self._kernel.phi(position) @ self._kernel.alpha)[0]
+        return found
+
+    def predict(self, features: Floats, models: list[str], priors: list[float]) -> list[float]:
+        """P(good) of each variant, given its base rate; never raises for a strange vector."""
+        if features.shape != (SIZE,) or not np.all(np.isfinite(features)):
+            return list(priors)
+        scores = self.scores(features)
+        return [
+            self.calibrate(logit(prior) + self.shift(features, scores, model, prior))
+            for model, prior in zip(models, priors, strict=True)
+        ]
+
+    def shift(self, features: Floats, scores: Floats, model: str, prior: float) -> float:
+        """f(request, model) in log odds."""
+        column = self._column.get(model)
+        own = math.nan if column is None else float(scores[column])
+        row = row_of(features, float(scores[0]), own, model, prior)
+        raw = float(walk(row, *self._forest))
+        return min(max(raw, -MAX_LOGIT), MAX_LOGIT)
+
+    def calibrate(self, log_odds: float) -> float:
+        """Probability of raw log odds, by the isotonic curve of the fit."""
+        return float(np.interp(log_odds, self._from, self._to))
+
+
+ROW_SIZE = DENSE_SIZE + MODEL_SIZE + 3
+
+
+def row_of(features: Floats, difficulty: float, own: float, model: str, prior: float) -> Floats:
+    """Input of the trees, (ROW_SIZE,): dense numbers, model features, prior, the two scores."""
+    row = np.empty(ROW_SIZE)
+    row[:DENSE_SIZE] = features[:DENSE_SIZE]
+    row[DENSE_SIZE : DENSE_SIZE + MODEL_SIZE] = model_features(model)
+    row[-3] = logit(prior)
+    row[-2] = difficulty
+    row[-1] = own
+    return row
