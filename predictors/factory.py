@@ -13,3 +13,8 @@ def build_estimator(config: EstimatorConfig) -> Estimator:
             from predictors.estimator import BaselineEstimator
 
             return BaselineEstimator()
+        case "learned":
+            from predictors.learned import PACKAGED, LearnedEstimator, load_parts
+
+            length = config.length if config.length is not None else PACKAGED / "length.npz"
+            return LearnedEstimator(*load_parts(length, config.quality))

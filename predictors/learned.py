@@ -1,0 +1,179 @@
+"""The estimator with learned parts: length from the prompt, conformal bound, optional quality.
+
+It wraps the baseline: what is not learned, or cannot be loaded, stays the baseline's. Three guards
+stand between a fit and a decision: strange vectors get the model's own distribution, the P90 is
+corrected by what came before, and a drift alarm on the length forecast switches a model back to its
+running distribution until the errors are small again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from domain.columns import EstimateColumns, FleetColumns, Mask, RequestColumns, Routes
+from domain.fleet import FleetSpec
+from domain.length import LengthDistribution
+from domain.outcome import Cause, Outcome, UsageSource
+from domain.ports import Estimator
+from domain.request import InferenceRequest
+from predictors.artifact import ArtifactError
+from predictors.conformal import RollingConformal
+from predictors.drift import PageHinkley
+from predictors.estimator import BaselineEstimator
+from predictors.length_gbdt import LengthGbdt
+from predictors.quality import QualityModel
+from predictors.running import RunningLengths
+
+_log = logging.getLogger(__name__)
+
+PACKAGED = Path(__file__).parent / "artifacts"
+REMEMBERED = 16_384
+"""Forecasts kept between arrival and outcome."""
+
+
+class LearnedEstimator:
+    """Baseline estimator whose lengths, and optionally quality, are learned.
+
+    A part given as None is the baseline's.
+    """
+
+    def __init__(
+        self, length: LengthGbdt | None = None, quality: QualityModel | None = None
+    ) -> None:
+        self._length = length
+        self._quality_model = quality
+        self._running = RunningLengths()
+        self._base = BaselineEstimator(self._running)
+        self._conformal = RollingConformal()
+        self._forecasts: dict[str, LengthDistribution] = {}
+        self._drift: dict[str, PageHinkley] = {}
+        self._variants: tuple[str, ...] = ()
+        self._priors: list[float] = []
+
+    @property
+    def version(self) -> str:
+        """Versions of what was fitted; on-line state does not change it."""
+        parts = [self._base.version]
+        parts += [part.version for part in (self._length, self._quality_model) if part is not None]
+        return "+".join(parts)
+
+    @property
+    def alarmed(self) -> tuple[str, ...]:
+        """Models whose learned length is switched off by the drift alarm."""
+        return tuple(name for name, detector in self._drift.items() if detector.alarmed)
+
+    def bind(self, fleet: FleetSpec, routes: Routes) -> None:
+        """Take the fleet in."""
+        self._base.bind(fleet, routes)
+        self._variants = tuple(fleet.variants[v].name for v in routes.variant.tolist())
+        self._priors = [fleet.variants[v].quality for v in routes.variant.tolist()]
+
+    def length(self, request: InferenceRequest) -> LengthDistribution:
+        """Forecast of the request, its P90 corrected to cover 90 % of this tenant's answers."""
+        forecast = self._forecast(request)
+        if len(self._forecasts) >= REMEMBERED:
+            self._forecasts.pop(next(iter(self._forecasts)))
+        self._forecasts[request.id] = forecast
+        return corrected(forecast, self._conformal.level(request.model, request.tenant))
+
+    def _forecast(self, request: InferenceRequest) -> LengthDistribution:
+        own = self._running.distribution(request.model, request.text_group)
+        detector = self._drift.get(request.model)
+        if self._length is None or (detector is not None and detector.alarmed):
+            return own
+        return self._length.predict(np.array(request.features, np.float64), request.model, own)
+
+    def fill(
+        self,
+        requests: RequestColumns,
+        fleet: FleetColumns,
+        routes: Routes,
+        mask: Mask,
+        now: float,
+        out: EstimateColumns,
+        requests_of: Sequence[InferenceRequest],
+    ) -> None:
+        """The baseline's columns, with learned quality where a request carries features."""
+        self._base.fill(requests, fleet, routes, mask, now, out, requests_of)
+        if self._quality_model is None or len(set(self._variants)) < 2:
+            return
+        for i, request in enumerate(requests_of):
+            features = np.array(request.features, np.float64)
+            names = list(self._variants)
+            found = dict(
+                zip(
+                    names,
+                    self._quality_model.predict(features, names, self._priors),
+                    strict=True,
+                )
+            )
+            for c in np.flatnonzero(mask[i]).tolist():
+                out.quality[i, c] = found[names[c]]
+
+    def learn(self, outcome: Outcome) -> None:
+        """Take one outcome in: conformal rank and drift of the forecast, then the baseline's."""
+        request, usage = outcome.request, outcome.usage
+        forecast = self._forecasts.pop(request.id, None)
+        counted = usage.source is not UsageSource.NONE and usage.completion >= 1
+        if counted and outcome.cause in {Cause.FINISHED, Cause.CLIENT_GONE}:
+            tokens = usage.completion / max(request.choices, 1)
+            cut = outcome.cause is not Cause.FINISHED or (
+                request.max_tokens is not None and usage.completion >= request.max_tokens
+            )
+            own = self._running.distribution(request.model, request.text_group)
+            forecast = forecast if forecast is not None else self._forecast(request)
+            rank = 1.0 - forecast.survives(tokens)
+            self._conformal.observe(request.model, request.tenant, rank, censored=cut)
+            if not cut and self._length is not None:
+                self._watch(request.model, forecast, own, tokens)
+        self._base.learn(outcome)
+
+    def _watch(
+        self, model: str, forecast: LengthDistribution, own: LengthDistribution, tokens: float
+    ) -> None:
+        """Drift score: how much worse than the running distribution the forecast did, in nats."""
+        if model not in self._drift:
+            self._drift[model] = PageHinkley(reference=0.0, slack=0.1, threshold=12.0)
+        score = _density(own, tokens) - _density(forecast, tokens)
+        was = self._drift[model].alarmed
+        if self._drift[model].observe(score) and not was:
+            _log.warning("length forecasts of %s are worse than its running lengths: off", model)
+
+
+def _density(distribution: LengthDistribution, tokens: float) -> float:
+    """Log probability of the neighbourhood (a quarter either way) of a length, at least -5."""
+    low, high = tokens / 1.25 - 1.0, tokens * 1.25 + 1.0
+    mass = distribution.survives(max(low, 0.0)) - distribution.survives(high)
+    return float(np.log(max(mass, 6.7e-3)))
+
+
+def corrected(forecast: LengthDistribution, level: float) -> LengthDistribution:
+    """The forecast with its hazard scaled so that its quantile at `level` becomes the P90."""
+    if abs(level - 0.9) < 1e-3:
+        return forecast
+    power = np.log(0.1) / np.log1p(-level)
+    return LengthDistribution(forecast.survival ** min(max(power, 0.25), 4.0))
+
+
+def load_parts(
+    length: Path | None, quality: Path | None
+) -> tuple[LengthGbdt | None, QualityModel | None]:
+    """Models of the artifacts; one that cannot be used is logged and left to the baseline."""
+    model: LengthGbdt | None = None
+    judge: QualityModel | None = None
+    try:
+        model = None if length is None else LengthGbdt.load(length)
+    except ArtifactError:
+        _log.exception("learned lengths are off, running lengths serve")
+    try:
+        judge = None if quality is None else QualityModel.load(quality)
+    except ArtifactError:
+        _log.exception("learned quality is off, the variants' priors serve")
+    return model, judge
+
+
+_conforms: type[Estimator] = LearnedEstimator
