@@ -52,13 +52,14 @@ def test_forecasts_worse_than_the_running_lengths_are_switched_off_and_on_again(
     """The alarm falls back to the running distribution, and recovers once the forecast is right."""
     rng = np.random.default_rng(1)
     estimator = LearnedEstimator(LengthGbdt(toy()))
-    lengths = np.ceil(200 * np.exp(0.2 * rng.normal(size=400)))
+    lengths = np.ceil(200 * np.exp(0.8 * rng.normal(size=400)))
     serve(estimator, "neutral", lengths)
     assert estimator.alarmed == ()
     off = []
     for i in range(800):
-        text = "short" if i < 100 else "neutral"
-        serve(estimator, text, lengths[i % 400 :][:1], start=1000 + i)
+        long = i < 40  # prompts that say "short" and get long answers
+        tokens = [800.0] if long else lengths[i % 400 :][:1]
+        serve(estimator, "short" if long else "neutral", tokens, start=1000 + i)
         off.append(estimator.alarmed)
     assert ("m",) in off[:100]
     assert off[-1] == ()
