@@ -46,7 +46,7 @@ KNOTS: Floats = -np.log1p(-LEVELS)
 OWN_SIZE = 4
 MAX_FACTOR = 4.0
 """|f| is cut here: e^4, 55 times the hazard."""
-SPREAD = 0.15
+SPREAD = 0.2
 """Weight of one standard deviation of a dense number beside the unit-length text embedding."""
 
 

@@ -54,12 +54,12 @@ class QualityConfig:
 
     seed: int = 0
     landmarks: int = 512
-    width: float = 0.8
+    width: float = 1.4
     noise: float = 3.0
-    rows_per_set: int = 40_000
-    rounds: int = 200
+    rows_per_set: int = 20_000
+    rounds: int = 150
     leaves: int = 15
-    learning_rate: float = 0.05
+    learning_rate: float = 0.08
 
 
 @dataclass(frozen=True, slots=True)

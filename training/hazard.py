@@ -50,12 +50,12 @@ class FitConfig:
 
     seed: int = 0
     landmarks: int = 512
-    width: float = 0.8
+    width: float = 1.4
     noise: float = 0.5
-    rows_per_set: int = 12_000
-    rounds: int = 200
+    rows_per_set: int = 8_000
+    rounds: int = 160
     leaves: int = 15
-    learning_rate: float = 0.06
+    learning_rate: float = 0.08
     threads: int = 1
 
 
