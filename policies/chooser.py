@@ -118,7 +118,7 @@ class Chooser:
         b = _Block(1, 1)
         row, mask, ids = np.zeros(1), np.zeros(1, np.bool_), np.zeros(1, np.int64)
         self._room = compiled(
-            kernels.room_into, b.requests, columns, routes, b.allowed, ids, row, 0.0, b.room
+            kernels.room_into, b.requests, state.windows, routes, b.allowed, ids, row, 0.0, b.room
         )
         self._draw = compiled(kernels.draw_into, 0, 0, b.draws)
         self._uniform = compiled(kernels.uniform, 0, 0, 0)
@@ -153,7 +153,14 @@ class Chooser:
         requests, estimates, room = block.requests, block.estimates, block.room
         fleet, routes = state.columns, state.routes
         if not self._room(
-            requests, fleet, routes, block.allowed, state.claimed, state.measured_at, now, room
+            requests,
+            state.windows,
+            routes,
+            block.allowed,
+            state.claimed,
+            state.measured_at,
+            now,
+            room,
         ):
             return None
         policy = self._policy if now >= self._late_until else self._fallback

@@ -44,11 +44,11 @@ class FleetState:
         self.prefix = PrefixIndex(())
         self._take(spec)
         columns, row, ids = self.columns, np.zeros(1), np.zeros(1, np.int64)
-        self._any_open = compiled(kernels.any_open, self._windows, row, 0.0, 0.0)
-        self._book = compiled(kernels.book, columns, 0, 0, 0, *(0.0,) * 7)
-        self._unbook = compiled(kernels.unbook, columns, 0, 0, 0, 0.0)
-        self._first_token = compiled(kernels.first_token, columns, 0, 0, 0, 0.0)
-        self._progress = compiled(kernels.progress_many, columns, ids, ids, ids, 0.0)
+        self._any_open = compiled(kernels.any_open, self.windows, row, 0.0, 0.0)
+        self._book = compiled(kernels.book, self._bookings, 0, 0, 0, *(0.0,) * 7)
+        self._unbook = compiled(kernels.unbook, self._bookings, 0, 0, 0, 0.0)
+        self._first_token = compiled(kernels.first_token, self._bookings, 0, 0, 0, 0.0)
+        self._progress = compiled(kernels.progress_many, self._bookings, ids, ids, ids, 0.0)
         self._merge = compiled(kernels.merge_reading, columns, 0, *(0.0,) * 4)
         self._fastest = compiled(
             kernels.fastest, self._speeds, ids, ids, np.zeros(1, np.bool_), 0.0, 0.0
@@ -63,13 +63,14 @@ class FleetState:
     def served(self, allowed: Bools, excluded: Sequence[int] = ()) -> bool:
         """Whether any usable replica is behind one of these routes, those excluded left out."""
         usable = self.columns.usable
-        return any(
-            allowed[c] and usable[r] and c not in excluded for c, r in enumerate(self.decode)
-        )
+        for c, r in enumerate(self.decode):
+            if allowed[c] and usable[r] and c not in excluded:
+                return True
+        return False
 
     def any_open(self, prompt: float, now: float) -> bool:
         """Whether some usable replica's window is open for a prompt of so many tokens."""
-        return bool(self._any_open(self._windows, self.measured_at, prompt, now))
+        return bool(self._any_open(self.windows, self.measured_at, prompt, now))
 
     def fastest(self, allowed: Bools, prompt: float, expected: float) -> tuple[float, float]:
         """Least (TTFT, TPOT) in seconds that an idle replica behind these routes could give."""
@@ -105,7 +106,7 @@ class FleetState:
     def book(self, entry: Entry, attempt: Attempt, now: float) -> None:
         """Add the attempt's stream and its prefill."""
         self._book(
-            self.columns,
+            self._bookings,
             attempt.replica,
             attempt.prefill,
             attempt.slot,
@@ -120,16 +121,16 @@ class FleetState:
 
     def unbook(self, attempt: Attempt, now: float) -> None:
         """Take it out again; idempotent."""
-        self._unbook(self.columns, attempt.replica, attempt.prefill, attempt.slot, now)
+        self._unbook(self._bookings, attempt.replica, attempt.prefill, attempt.slot, now)
 
     def first_token(self, attempt: Attempt, now: float) -> None:
         """The attempt's prefill is over."""
-        self._first_token(self.columns, attempt.replica, attempt.prefill, attempt.slot, now)
+        self._first_token(self._bookings, attempt.replica, attempt.prefill, attempt.slot, now)
 
     def progress(self, event: Progress, now: float) -> None:
         """Token counts of many streams."""
         self._progress(
-            self.columns,
+            self._bookings,
             np.array(event.replicas, np.int64),
             np.array(event.slots, np.int64),
             np.array(event.tokens, np.int64),
@@ -199,8 +200,9 @@ class FleetState:
             columns.kv_capacity.fill(inf)
             columns.max_seqs.fill(inf)
         self.spec, self.columns = spec, columns
-        self._windows = kernels.Windows(*(getattr(columns, f) for f in kernels.Windows._fields))
-        self._speeds = kernels.Speeds(*(getattr(columns, f) for f in kernels.Speeds._fields))
+        self.windows = kernels.view(kernels.Windows, columns)
+        self._bookings = kernels.view(kernels.Bookings, columns)
+        self._speeds = kernels.view(kernels.Speeds, columns)
         self.measured_at, self.claimed = measured, claimed
         self.size = max(len(replicas), 1)
         table = route_table(spec)

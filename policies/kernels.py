@@ -9,7 +9,7 @@ sums come back to exactly zero.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numba import njit
@@ -35,6 +35,75 @@ STALE = 5.0
 
 _EDGES = EDGES.copy()
 _LEVELS = QUANTILE_GRID.copy()
+
+
+# ---- narrow views: a call costs by the arrays it is handed (56 ns each), so the core hands over
+# only the columns that are read. The compiled loop passes the whole fleet to the same functions.
+
+
+class Windows(NamedTuple):
+    """The columns that say whether a window has room, (m,) and (m, S)."""
+
+    usable: Bools
+    running: Floats
+    backlog_tokens: Floats
+    kv_used: Floats
+    age: Floats
+    foreign_running: Floats
+    foreign_context: Floats
+    foreign_backlog: Floats
+    n_streams: Ints
+    max_seqs: Floats
+    max_context: Floats
+    kv_capacity: Floats
+    window: Floats
+    per_token: Floats
+    slot: Ints
+
+
+class Bookings(NamedTuple):
+    """The columns that change when a stream is booked, begins or ends, (m,) and (m, S)."""
+
+    running: Floats
+    context: Floats
+    backlog_tokens: Floats
+    kv_used: Floats
+    dispatched: Floats
+    n_streams: Ints
+    slot: Ints
+    first_at: Floats
+    tokens: Floats
+    prompt: Floats
+    uncached: Floats
+    expected: Floats
+    reserved: Floats
+    tpot_limit: Floats
+    ttft_deadline: Floats
+    e2e_deadline: Floats
+    history_at: Floats
+    history_running: Floats
+    history_context: Floats
+    history_next: Ints
+
+
+class Speeds(NamedTuple):
+    """The profile columns that `fastest` reads, (m,)."""
+
+    overhead: Floats
+    weights: Floats
+    per_sequence: Floats
+    per_context: Floats
+    per_token: Floats
+    per_attention: Floats
+    chunk: Floats
+
+
+View = TypeVar("View", Windows, Bookings, Speeds)
+
+
+def view(kind: type[View], fleet: FleetColumns) -> View:
+    """Those columns of the fleet; the same arrays."""
+    return kind(*(getattr(fleet, name) for name in kind._fields))
 
 
 # ---- chance
@@ -112,7 +181,7 @@ def length_into(survival: Floats, cap: float, out: Floats) -> tuple[float, float
 
 
 @njit(cache=True, error_model="numpy")
-def remember(fleet: FleetColumns, r: int, now: float) -> None:
+def remember(fleet: FleetColumns | Bookings, r: int, now: float) -> None:
     """Note replica r's own counts for the last two seconds; one sample per `HISTORY_STEP`."""
     last = fleet.history_next[r] - 1
     if last < 0:
@@ -126,7 +195,7 @@ def remember(fleet: FleetColumns, r: int, now: float) -> None:
 
 
 @njit(cache=True, error_model="numpy")
-def own_at(fleet: FleetColumns, r: int, at: float) -> tuple[float, float]:
+def own_at(fleet: FleetColumns | Bookings, r: int, at: float) -> tuple[float, float]:
     """Own (running, context) of replica r at a past time, from its history; zero before the first
     sample.
     """
@@ -143,7 +212,7 @@ def own_at(fleet: FleetColumns, r: int, at: float) -> tuple[float, float]:
 
 
 @njit(cache=True, error_model="numpy")
-def position(fleet: FleetColumns, r: int, slot: int) -> int:
+def position(fleet: FleetColumns | Bookings, r: int, slot: int) -> int:
     """Column of a stream in replica r's rows, `NONE` if it is not there."""
     for k in range(fleet.n_streams[r]):
         if fleet.slot[r, k] == slot:
@@ -153,7 +222,7 @@ def position(fleet: FleetColumns, r: int, slot: int) -> int:
 
 @njit(cache=True, error_model="numpy")
 def book(
-    fleet: FleetColumns,
+    fleet: FleetColumns | Bookings,
     r: int,
     p: int,
     slot: int,
@@ -189,7 +258,7 @@ def book(
 
 
 @njit(cache=True, error_model="numpy")
-def first_token(fleet: FleetColumns, r: int, p: int, slot: int, now: float) -> None:
+def first_token(fleet: FleetColumns | Bookings, r: int, p: int, slot: int, now: float) -> None:
     """The stream's prefill is over: its prompt leaves the backlog of replica p."""
     k = position(fleet, r, slot)
     if k == NONE or fleet.tokens[r, k] > 0.0:
@@ -203,7 +272,7 @@ def first_token(fleet: FleetColumns, r: int, p: int, slot: int, now: float) -> N
 
 @njit(cache=True, error_model="numpy")
 def progress_many(
-    fleet: FleetColumns, replicas: Ints, slots: Ints, tokens: Ints, now: float
+    fleet: FleetColumns | Bookings, replicas: Ints, slots: Ints, tokens: Ints, now: float
 ) -> None:
     """Counts of many streams at once; unknown slots, and counts that do not rise, are skipped."""
     for j in range(replicas.shape[0]):
@@ -216,7 +285,7 @@ def progress_many(
 
 
 @njit(cache=True, error_model="numpy")
-def unbook(fleet: FleetColumns, r: int, p: int, slot: int, now: float) -> bool:
+def unbook(fleet: FleetColumns | Bookings, r: int, p: int, slot: int, now: float) -> bool:
     """Take a stream out; what it held is free. False if it was not there."""
     k = position(fleet, r, slot)
     if k == NONE:
@@ -274,29 +343,8 @@ def age_readings(fleet: FleetColumns | Windows, measured_at: Floats, now: float)
 # ---- room and choice
 
 
-class Windows(NamedTuple):
-    """The columns that say whether a window is open, (m,) and (m, S); the same arrays as the
-    fleet's, since a call costs by the arrays it is handed.
-    """
-
-    usable: Bools
-    running: Floats
-    backlog_tokens: Floats
-    kv_used: Floats
-    age: Floats
-    foreign_running: Floats
-    foreign_context: Floats
-    foreign_backlog: Floats
-    n_streams: Ints
-    max_seqs: Floats
-    kv_capacity: Floats
-    window: Floats
-    per_token: Floats
-    slot: Ints
-
-
 @njit(cache=True, error_model="numpy")
-def any_open(fleet: Windows, measured_at: Floats, prompt: float, now: float) -> bool:
+def any_open(fleet: FleetColumns | Windows, measured_at: Floats, prompt: float, now: float) -> bool:
     """Whether some usable replica's window is open for a prompt of so many tokens.
 
     With the least prompt that waits: if not, no queued request needs looking at.
@@ -321,7 +369,7 @@ def any_open(fleet: Windows, measured_at: Floats, prompt: float, now: float) -> 
 @njit(cache=True, error_model="numpy")
 def room_into(
     requests: RequestColumns,
-    fleet: FleetColumns,
+    fleet: FleetColumns | Windows,
     routes: Routes,
     allowed: Mask,
     claims: Ints,
@@ -508,18 +556,6 @@ def step_time(
     compute += fleet.per_attention[r] * prefill * (cached + prefill / 2.0)
     step: float = fleet.overhead[r] + fleet.per_sequence[r] * batch + max(memory, compute)
     return step
-
-
-class Speeds(NamedTuple):
-    """The profile columns that `fastest` reads, (m,): a call costs by the arrays it is handed."""
-
-    overhead: Floats
-    weights: Floats
-    per_sequence: Floats
-    per_context: Floats
-    per_token: Floats
-    per_attention: Floats
-    chunk: Floats
 
 
 @njit(cache=True, error_model="numpy")

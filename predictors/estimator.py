@@ -29,7 +29,7 @@ from domain.outcome import Cause, Outcome, UsageSource
 from domain.ports import Estimator
 from domain.request import InferenceRequest
 from predictors.joint import Reliability, calibrate_into
-from predictors.roofline import OnlineScales, roofline_into
+from predictors.roofline import Loads, OnlineScales, loads_of, roofline_into
 from predictors.running import RunningLengths
 
 MIDDLE = len(LOAD_GRID) // 2
@@ -38,7 +38,7 @@ MIDDLE = len(LOAD_GRID) // 2
 @njit(cache=True, error_model="numpy")
 def _fill(
     requests: RequestColumns,
-    fleet: FleetColumns,
+    fleet: Loads,
     routes: Routes,
     mask: Mask,
     prefill_scale: Floats,
@@ -68,6 +68,7 @@ class BaselineEstimator:
         self._scales = OnlineScales(np.zeros(0))
         self._quality = np.zeros(0)
         self._native: Callable[..., None] | None = None
+        self._loads: tuple[FleetColumns, Loads] | None = None
 
     @property
     def version(self) -> str:
@@ -102,11 +103,14 @@ class BaselineEstimator:
         input.
         """
         scales, curve = self._scales, self._reliability.curve
+        if self._loads is None or self._loads[0] is not fleet:
+            self._loads = fleet, loads_of(fleet)
+        loads = self._loads[1]
         if self._native is None:
             self._native = compiled(
                 _fill,
                 requests,
-                fleet,
+                loads,
                 routes,
                 mask,
                 scales.prefill,
@@ -119,7 +123,7 @@ class BaselineEstimator:
             )
         self._native(
             requests,
-            fleet,
+            loads,
             routes,
             mask,
             scales.prefill,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -36,9 +37,34 @@ CLIP = 1.5
 """Largest step of one outcome, in log units: one outlier does not turn a scale over."""
 
 
+class Loads(NamedTuple):
+    """The columns of a fleet that the roofline reads, (m,): a call costs by the arrays it is
+    handed.
+    """
+
+    overhead: Floats
+    weights: Floats
+    per_sequence: Floats
+    per_context: Floats
+    per_token: Floats
+    per_attention: Floats
+    chunk: Floats
+    running: Floats
+    context: Floats
+    backlog_tokens: Floats
+    foreign_running: Floats
+    foreign_context: Floats
+    foreign_backlog: Floats
+
+
+def loads_of(fleet: FleetColumns) -> Loads:
+    """Those columns; the same arrays."""
+    return Loads(*(getattr(fleet, name) for name in Loads._fields))
+
+
 @njit(cache=True, error_model="numpy")
 def step_time(
-    fleet: FleetColumns, r: int, batch: float, context: float, prefill: float, cached: float
+    fleet: FleetColumns | Loads, r: int, batch: float, context: float, prefill: float, cached: float
 ) -> float:
     """Seconds of one engine step of replica r; `prefill` new tokens after `cached` ones."""
     memory = fleet.weights[r] + fleet.per_context[r] * context
@@ -49,7 +75,7 @@ def step_time(
 
 
 @njit(cache=True, error_model="numpy")
-def prefill_time(fleet: FleetColumns, r: int, tokens: float, cached: float) -> float:
+def prefill_time(fleet: FleetColumns | Loads, r: int, tokens: float, cached: float) -> float:
     """Seconds until `tokens` prompt tokens are through replica r's chunked prefill beside its
     running batch.
     """
@@ -65,7 +91,7 @@ def prefill_time(fleet: FleetColumns, r: int, tokens: float, cached: float) -> f
 @njit(cache=True, error_model="numpy")
 def roofline_into(
     requests: RequestColumns,
-    fleet: FleetColumns,
+    fleet: FleetColumns | Loads,
     routes: Routes,
     mask: Mask,
     prefill_scale: Floats,

@@ -229,7 +229,7 @@ def test_a_closed_fleet_has_no_room_for_anybody(seed, prompt):
         state.now,
         np.zeros_like(state.mask),
     )
-    windows = kernels.Windows(*(getattr(fleet, name) for name in kernels.Windows._fields))
+    windows = kernels.view(kernels.Windows, fleet)
     assert kernels.any_open(windows, measured, least, state.now) or not some
 
 
@@ -386,7 +386,7 @@ def test_the_fastest_is_what_an_idle_replica_would_give():
     state = plain_state(3, prompt=1500.0, expected=80.0)
     state.fleet.per_token[:] = 1e-4, 2e-4, 3e-4
     state.fleet.weights[:] = 0.03, 0.01, 0.02
-    speeds = kernels.Speeds(*(getattr(state.fleet, name) for name in kernels.Speeds._fields))
+    speeds = kernels.view(kernels.Speeds, state.fleet)
     decode, prefill = state.routes.decode, state.routes.prefill
 
     def fastest(*allowed):
