@@ -198,8 +198,10 @@ def told(knees: dict[str, float], results: dict[str, dict[str, list[dict[str, An
         lines += [
             f"**{cell}**",
             "",
-            "| policy | runs | goodput/s | attainment | by work | TTFT p50/p99 s | TPOT p50/p99 ms "
-            "| Brier / base rate | joined |",
+            (
+                "| policy | runs | goodput/s | attainment | by work | TTFT p50/p99 s "
+                "| TPOT p50/p99 ms | Brier / base rate | joined |"
+            ),
             "|---|---|---|---|---|---|---|---|---|",
         ]
         for policy, runs in policies.items():

@@ -59,9 +59,11 @@ from gateway.decision_log import DecisionLog, Record
 from gateway.error_map import refusal
 from gateway.event_log import EventLog
 from gateway.intake import PASSED_ON, Intake, ignored_limits
+from gateway.limit_headers import limit_headers
 from gateway.metrics import Gauge, Metrics
 from gateway.relay import AttemptReport, Relay
 from gateway.store.memory import MemoryStore
+from policies.bucket import Account
 
 FRESH = 0.02
 """Seconds for which a look at the streams' progress is good enough for a decision."""
@@ -90,6 +92,9 @@ class Core(Protocol):
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event in; what is to be done."""
+
+    def account(self, tenant: str) -> Account | None:
+        """A tenant's quotas, to look at."""
 
 
 LearnTokens = Callable[[str, int, float], None]
@@ -455,13 +460,22 @@ class Shell:
             reply_headers=relay.early_headers
             + self._headers[send.replica]
             + _prediction_headers(send, relay)
+            + self._limits(pending.request)
             + (DEGRADED if self._degraded else b""),
             upstream_headers=relay.early_headers + _passed_on(relay),
             ask_usage=seat.ask_usage,
         )
 
+    def _limits(self, request: InferenceRequest) -> bytes:
+        """Rate headers, where this client has limits."""
+        account = self._core.account(request.tenant)
+        if account is None:
+            return b""
+        return limit_headers(account.standing(key=request.key, model=request.model, now=self._last))
+
     def _refuse(self, shed: Shed) -> None:
         pending = self._open[shed.id]
+        pending.relay.error_headers += self._limits(pending.request)
         error: ServingError = refusal(shed)
         if shed.reason is Reason.UPSTREAM and pending.error is not None:
             error = pending.error

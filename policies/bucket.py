@@ -68,6 +68,11 @@ class Bucket:
             self.at = now
         return self.level
 
+    def level_at(self, now: float) -> float:
+        """The level at `now`, without changing anything: for people who look."""
+        elapsed = now - self.at
+        return min(self.level + elapsed * self.rate, self.burst) if elapsed > 0.0 else self.level
+
     def holds(self, amount: float, now: float) -> bool:
         """Whether `amount` tokens could be reserved now."""
         level = self.refill(now)
@@ -504,16 +509,17 @@ class Account:
         meters, _ = self._path(key, model)
         buckets = [m.bucket for m in meters if m.bucket is not None]
         windows = [m.requests for m in meters if m.requests is not None]
-        bucket = min(buckets, key=lambda b: b.refill(now), default=None)
+        bucket = min(buckets, key=lambda b: b.level_at(now), default=None)
         window = min(windows, key=lambda w: w.limit - w.advance(now), default=None)
         rate = bucket.rate if bucket is not None else 0.0
+        level = bucket.level_at(now) if bucket is not None else 0.0
         return Standing(
             limit_requests=window.limit if window else None,
             remaining_requests=max(window.limit - window.total, 0) if window else None,
             reset_requests=window.width * (SLOTS + 1) if window and window.total else 0.0,
             limit_tokens=bucket.burst if bucket else None,
-            remaining_tokens=max(bucket.level, 0.0) if bucket else None,
-            reset_tokens=(bucket.burst - bucket.level) / rate if bucket and rate > 0 else None,
+            remaining_tokens=max(level, 0.0) if bucket else None,
+            reset_tokens=(bucket.burst - level) / rate if bucket and rate > 0 else None,
         )
 
     def usage(self, now: float) -> dict[str, Usage]:

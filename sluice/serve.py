@@ -34,7 +34,9 @@ from sluice.cli import DONE
 from sluice.settings import Settings, load
 
 if TYPE_CHECKING:
+    from backends.local import ReplicaChange
     from gateway.app import StorePorts
+    from gateway.shell import Shell
 
 EXAMPLE = (
     "sluice serve -c configs/local.yaml\n  sluice serve --backend http://127.0.0.1:8000 --port 8080"
@@ -127,7 +129,8 @@ async def gateway_of(settings: Settings) -> AsyncIterator[Any]:
     tenants = table.tenants or (table.identify(None).tenant,)
     classes = [c.slo_class(name) for name, c in settings.classes.items()]
     async with contextlib.AsyncExitStack() as stack:
-        places = await stack.enter_async_context(placed(settings))
+        children = Children()
+        places = await stack.enter_async_context(placed(settings, children))
         fleet = await stack.enter_async_context(opened(places, settings.models, settings.breaker))
         began = time.monotonic()
         # A core of its own is warmed: what it learns there must not reach the one that serves.
@@ -161,11 +164,26 @@ async def gateway_of(settings: Settings) -> AsyncIterator[Any]:
             logs=settings.logs,
             event_header=event_header(settings, fleet.spec, tenants, now),
         )
-        yield await stack.enter_async_context(running(parts))
+        gateway = await stack.enter_async_context(running(parts))
+        children.watcher = gateway.shell
+        yield gateway
+
+
+class Children:
+    """Passes on at once what the local fleet knows of its children: a poll would notice later."""
+
+    def __init__(self) -> None:
+        self.watcher: Shell | None = None
+
+    def changed(self, change: ReplicaChange) -> None:
+        """A child became ready, or is not any more."""
+        if self.watcher is not None and change.name in self.watcher.replicas:
+            index = self.watcher.replicas.index(change.name)
+            self.watcher.health(index, ok=change.state == "ready")
 
 
 @contextlib.asynccontextmanager
-async def placed(settings: Settings) -> AsyncIterator[list[Place]]:
+async def placed(settings: Settings, children: Children) -> AsyncIterator[list[Place]]:
     """Where every replica is; local ones are started, and stopped on leaving."""
     async with contextlib.AsyncExitStack() as stack:
         local = None
@@ -185,6 +203,7 @@ async def placed(settings: Settings) -> AsyncIterator[list[Place]]:
                         for r in settings.local_replicas
                     ],
                     settings.local_cache,
+                    on_change=children.changed,
                 )
             )
         places = []

@@ -59,6 +59,9 @@ class ScriptedCore:
         self.events.append(event)
         return self.script.get(type(event), lambda e: [])(event)
 
+    def account(self, tenant):
+        return None
+
     def of(self, kind):
         return [e for e in self.events if type(e) is kind]
 

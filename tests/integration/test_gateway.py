@@ -90,7 +90,7 @@ TENANTS = {
     "small": {
         "keys": {"k": {"hash": hash_of("k-small")}},
         "class": "bronze",
-        "quota": {"concurrency": 1},
+        "quota": {"concurrency": 1, "requests_per_minute": 100},
     },
     "narrow": {"keys": {"k": {"hash": hash_of("k-narrow")}}, "models": []},
 }
@@ -150,8 +150,11 @@ def test_concurrency_limit_is_a_429_and_costs_nothing():
                     first = await api.chat.completions.create(
                         model="m", messages=PROMPT, max_tokens=10, stream=True
                     )
-                    with pytest.raises(openai.RateLimitError):
+                    with pytest.raises(openai.RateLimitError) as caught:
                         await api.chat.completions.create(model="m", messages=PROMPT, max_tokens=1)
+                    rates = caught.value.response.headers
+                    assert rates["x-ratelimit-limit-requests"] == "100"
+                    assert int(rates["retry-after"]) >= 1
                     assert len(await tokens(first)) == 10
                     await api.chat.completions.create(model="m", messages=PROMPT, max_tokens=1)
                 await settled(gateway)
