@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: run test test-slow lint bench install clean
+.PHONY: run test test-slow lint bench install install-run image-user compose-check clean
 
 run: $(VENV)/.run
 	$(BIN)/sluice serve -c configs/local.yaml
@@ -28,6 +28,18 @@ bench: $(VENV)/.dev
 	$(PYTEST) tests/benchmarks -o python_files='bench_*.py' -s
 
 install: $(VENV)/.dev
+
+install-run: $(VENV)/.run
+
+# The image's own user and the folder of its volume (deploy/Dockerfile).
+image-user:
+	useradd --system --uid 10001 --no-create-home sluice
+	install -d -o sluice -g sluice /var/cache/sluice
+
+# Debian's docker-compose reads compose.yaml; the test looks at what it cannot see. No engine needed.
+compose-check: $(VENV)/.dev
+	docker-compose -f compose.yaml config --quiet
+	$(BIN)/python -m pytest -q tests/architecture/test_deploy.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -219,8 +219,9 @@ class RedisStore:
         retry_interval: float = RETRY_INTERVAL,
         lua_clock: str | None = None,
     ) -> None:
-        self._gateway = gateway.encode()
         self._boot = secrets.token_hex(8)
+        # Two containers may share a name, and a restarted process is another gateway.
+        self._gateway = f"{gateway}:{self._boot[:6]}".encode()
         self._answer = answer
         self._clock = clock
         self._wall = wall
