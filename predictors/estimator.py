@@ -22,10 +22,10 @@ from domain.columns import (
     RequestColumns,
     Routes,
 )
-from domain.fleet import FleetSpec
+from domain.fleet import FleetSpec, Profile
 from domain.length import LengthDistribution
 from domain.native import compiled
-from domain.outcome import Cause, Outcome, UsageSource
+from domain.outcome import Cause, Outcome, Prediction, UsageSource
 from domain.ports import Estimator
 from domain.request import InferenceRequest
 from predictors.joint import Reliability, calibrate_into
@@ -41,16 +41,14 @@ def _fill(
     fleet: Loads,
     routes: Routes,
     mask: Mask,
-    prefill_scale: Floats,
-    decode_scale: Floats,
-    spread: Floats,
+    scales: Floats,
     curve: Floats,
     quality: Floats,
     now: float,
     out: EstimateColumns,
 ) -> None:
     """Roofline, calibrated P(SLO) and quality priors (c,) in one call."""
-    roofline_into(requests, fleet, routes, mask, prefill_scale, decode_scale, spread, now, out)
+    roofline_into(requests, fleet, routes, mask, scales, now, out)
     calibrate_into(curve, mask, out.p_raw, out.p_slo)
     for i in range(mask.shape[0]):
         for c in range(mask.shape[1]):
@@ -65,6 +63,7 @@ class BaselineEstimator:
         self._lengths = lengths if lengths is not None else RunningLengths()
         self._reliability = Reliability()
         self._names: list[str] = []
+        self._profiles: list[Profile] = []
         self._scales = OnlineScales(np.zeros(0))
         self._quality = np.zeros(0)
         self._native: Callable[..., None] | None = None
@@ -73,7 +72,7 @@ class BaselineEstimator:
     @property
     def version(self) -> str:
         """Changes when the arithmetic does, not with what was learned on line."""
-        return "baseline-1"
+        return "baseline-2"
 
     def bind(self, fleet: FleetSpec, routes: Routes) -> None:
         """Take the fleet in; scales of replicas that stay, by name, are kept."""
@@ -82,6 +81,7 @@ class BaselineEstimator:
             if replica.name in self._names:
                 scales.copy_from(self._scales, self._names.index(replica.name), i)
         self._names = [r.name for r in fleet.replicas]
+        self._profiles = [r.profile for r in fleet.replicas]
         self._scales = scales
         self._quality = np.array([fleet.variants[v].quality for v in routes.variant.tolist()])
 
@@ -113,9 +113,7 @@ class BaselineEstimator:
                 loads,
                 routes,
                 mask,
-                scales.prefill,
-                scales.decode,
-                scales.spread,
+                scales.rows,
                 curve,
                 self._quality,
                 0.0,
@@ -126,9 +124,7 @@ class BaselineEstimator:
             loads,
             routes,
             mask,
-            scales.prefill,
-            scales.decode,
-            scales.spread,
+            scales.rows,
             curve,
             self._quality,
             now,
@@ -152,9 +148,22 @@ class BaselineEstimator:
                 outcome.replica, prediction.ttft[MIDDLE], outcome.first_token - outcome.sent
             )
         if outcome.tpot is not None and request.stream and usage.completion >= 4:
-            self._scales.learn_tpot(outcome.replica, prediction.tpot[MIDDLE], outcome.tpot)
+            alone, shared = self._step(outcome.replica, prediction, request.prompt_tokens)
+            self._scales.learn_tpot(
+                outcome.replica, alone, shared, prediction.tpot[MIDDLE], outcome.tpot
+            )
         if outcome.met is not None and outcome.cause is not Cause.SHED:
             self._reliability.observe(prediction.p_raw, met=outcome.met)
+
+    def _step(self, replica: int, prediction: Prediction, prompt: float) -> tuple[float, float]:
+        """The profile's seconds per token of a stream alone, and what the batch at hand added."""
+        profile = self._profiles[replica]
+        context = prediction.context + prompt + prediction.length_mean / 2.0
+        memory = profile.weights + profile.per_context * context
+        batch = prediction.running + 1.0
+        alone = profile.overhead + profile.per_sequence + max(memory, profile.per_token)
+        step = profile.overhead + profile.per_sequence * batch
+        return alone, step + max(memory, profile.per_token * batch) - alone
 
 
 _conforms: type[Estimator] = BaselineEstimator

@@ -27,8 +27,17 @@ from domain.columns import (
 
 _Z = np.array([NormalDist().inv_cdf(float(u)) for u in LOAD_GRID])
 
-TPOT_SPREAD = 0.6
-"""How much of the load spread reaches TPOT: it averages over many steps, TTFT over few."""
+PREFILL, FIXED, SLOPE, SPREAD_TTFT, SPREAD_TPOT = range(5)
+"""Rows of `OnlineScales`."""
+
+PRIOR_VARIANCE = 1.0
+"""Of the logs of the factors on a step before anything was learned."""
+
+STEP_NOISE = 0.3
+"""Standard deviation of the log of one stream's pace."""
+
+DRIFT = 0.002
+"""Variance that the logs of the factors gain between two outcomes: what was learned goes stale."""
 
 RATE = 0.1
 """Weight of a new outcome in the running scales."""
@@ -94,17 +103,15 @@ def roofline_into(
     fleet: FleetColumns | Loads,
     routes: Routes,
     mask: Mask,
-    prefill_scale: Floats,
-    decode_scale: Floats,
-    spread: Floats,
+    scales: Floats,
     now: float,
     out: EstimateColumns,
 ) -> None:
     """TTFT and TPOT quantiles (n, c, U) in seconds, the wait, and the raw joint P(SLO) on the (u,
     L) grid.
 
-    `prefill_scale`, `decode_scale` and `spread` (sd of the log) are (m,). P = mean over u and
-    length quantiles of 1[TTFT, TPOT and E2E = waited + TTFT + (L - 1) TPOT within their limits].
+    `scales` (5, m) are the rows of `OnlineScales`. P = mean over u and length quantiles of
+    1[TTFT, TPOT and E2E = waited + TTFT + (L - 1) TPOT within their limits].
     """
     us = out.ttft.shape[2]
     qs = requests.length_q.shape[1]
@@ -116,17 +123,19 @@ def roofline_into(
             d, p = routes.decode[c], routes.prefill[c]
             new = max(requests.prompt[i] - out.cached[i, c], 1.0)
             queued = max(fleet.backlog_tokens[p] + fleet.foreign_backlog[p], 0.0)
-            wait = prefill_scale[p] * prefill_time(fleet, p, queued, 0.0)
-            total = prefill_scale[p] * prefill_time(fleet, p, queued + new, out.cached[i, c])
+            wait = scales[PREFILL, p] * prefill_time(fleet, p, queued, 0.0)
+            total = scales[PREFILL, p] * prefill_time(fleet, p, queued + new, out.cached[i, c])
             batch = fleet.running[d] + fleet.foreign_running[d] + 1.0
             context = fleet.context[d] + fleet.foreign_context[d]
             context += requests.prompt[i] + requests.expected[i] / 2.0
-            pace = decode_scale[d] * step_time(fleet, d, batch, context, 0.0, 0.0)
+            alone = step_time(fleet, d, 1.0, context, 0.0, 0.0)
+            shared = step_time(fleet, d, batch, context, 0.0, 0.0) - alone
+            pace = scales[FIXED, d] * alone + scales[SLOPE, d] * shared
             out.wait[i, c] = wait
             met = 0
             for u in range(us):
-                ttft = total * math.exp(spread[d] * _Z[u])
-                tpot = pace * math.exp(TPOT_SPREAD * spread[d] * _Z[u])
+                ttft = total * math.exp(scales[SPREAD_TTFT, d] * _Z[u])
+                tpot = pace * math.exp(scales[SPREAD_TPOT, d] * _Z[u])
                 out.ttft[i, c, u] = ttft
                 out.tpot[i, c, u] = tpot
                 if waited + ttft > requests.ttft[i] or tpot > requests.tpot[i]:
@@ -139,43 +148,69 @@ def roofline_into(
 
 
 class OnlineScales:
-    """Per-replica factors on the roofline's prefill and decode times, and the spread of what is
-    left.
+    """Per-replica factors on the roofline, and the spread of what is left; one column a replica.
 
-    Shapes: every array is (m,). Updated once per outcome (never per look), in log space.
+    `rows` (5, m): factor on prefill times, on the part of a step that a stream alone would take, on
+    what the batch adds to it, and the standard deviations of log(actual / predicted) of TTFT and
+    TPOT. Updated once per outcome, never per look. The logs of the two factors of a step are
+    tracked by an extended Kalman filter of a random walk: d log(pace) / d log(factor) is the
+    factor's share of the pace.
     """
 
     def __init__(self, uncertainty: Floats) -> None:
         m = len(uncertainty)
-        self.prefill = np.ones(m)
-        self.decode = np.ones(m)
-        self.spread = uncertainty.copy()
+        self.rows = np.ones((5, m))
+        self.rows[SPREAD_TTFT] = uncertainty
+        self.rows[SPREAD_TPOT] = uncertainty
         self._seen = [0.0] * m
+        self._covariance = [(PRIOR_VARIANCE, 0.0, PRIOR_VARIANCE)] * m
 
     def copy_from(self, other: OnlineScales, theirs: int, ours: int) -> None:
         """Take over what another set of scales learned about one replica."""
-        self.prefill[ours] = other.prefill[theirs]
-        self.decode[ours] = other.decode[theirs]
-        self.spread[ours] = other.spread[theirs]
+        self.rows[:, ours] = other.rows[:, theirs]
         self._seen[ours] = other._seen[theirs]
+        self._covariance[ours] = other._covariance[theirs]
 
     def learn_ttft(self, replica: int, predicted: float, actual: float) -> None:
         """One first token: predicted median and actual, both in seconds from the decision."""
         if predicted <= 0 or actual <= 0:
             return
-        error = math.log(actual / predicted)
+        error = _clipped(actual / predicted)
         rate = max(RATE, 1.0 / (2.0 + self._seen[replica]))
-        step = math.exp(rate * min(max(error, -CLIP), CLIP))
-        self.prefill[replica] = self.prefill.item(replica) * step
+        self.rows[PREFILL, replica] = self.rows.item(PREFILL, replica) * math.exp(rate * error)
         self._seen[replica] += 1.0
-        variance = self.spread.item(replica) ** 2
-        variance += 0.05 * (min(error * error, CLIP * CLIP) - variance)
-        self.spread[replica] = min(max(math.sqrt(variance), 0.05), 1.5)
+        self._learn_spread(SPREAD_TTFT, replica, error)
 
-    def learn_tpot(self, replica: int, predicted: float, actual: float) -> None:
-        """One finished stream: predicted median and actual seconds per token."""
-        if predicted <= 0 or actual <= 0:
+    def learn_tpot(
+        self, replica: int, alone: float, shared: float, predicted: float, actual: float
+    ) -> None:
+        """One finished stream: seconds per token that the profile gives a stream alone, what the
+        batch adds to it, the median that was predicted, and the actual.
+        """
+        if predicted <= 0 or actual <= 0 or alone <= 0:
             return
-        error = math.log(actual / predicted)
-        step = math.exp(RATE * min(max(error, -CLIP), CLIP))
-        self.decode[replica] = self.decode.item(replica) * step
+        self._learn_spread(SPREAD_TPOT, replica, _clipped(actual / predicted))
+        fixed, slope = self.rows.item(FIXED, replica), self.rows.item(SLOPE, replica)
+        pace = fixed * alone + slope * shared
+        x0 = fixed * alone / pace
+        x1 = 1.0 - x0
+        p00, p01, p11 = self._covariance[replica]
+        g0, g1 = p00 * x0 + p01 * x1, p01 * x0 + p11 * x1
+        total = STEP_NOISE**2 + x0 * g0 + x1 * g1
+        error = _clipped(actual / pace)
+        self.rows[FIXED, replica] = fixed * math.exp(g0 / total * error)
+        self.rows[SLOPE, replica] = slope * math.exp(g1 / total * error)
+        self._covariance[replica] = (
+            min(p00 - g0 * g0 / total + DRIFT, PRIOR_VARIANCE),
+            p01 - g0 * g1 / total,
+            min(p11 - g1 * g1 / total + DRIFT, PRIOR_VARIANCE),
+        )
+
+    def _learn_spread(self, row: int, replica: int, error: float) -> None:
+        spread = self.rows.item(row, replica)
+        variance = spread * spread + 0.05 * (error * error - spread * spread)
+        self.rows[row, replica] = min(max(math.sqrt(variance), 0.05), 1.5)
+
+
+def _clipped(ratio: float) -> float:
+    return min(max(math.log(ratio), -CLIP), CLIP)

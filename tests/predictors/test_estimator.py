@@ -158,9 +158,9 @@ def test_a_fleet_change_keeps_what_was_learned_by_name():
     estimator.bind(fleet, state.routes)
     for _ in range(30):
         estimator.learn(outcome(replica=1))
-    learned = estimator._scales.prefill[1]
+    learned = estimator._scales.rows[0, 1]
     assert learned > 1.5
     wider = small_fleet(3)
     turned = type(wider)(replicas=wider.replicas[::-1], variants=wider.variants)
     estimator.bind(turned, plain_state(3).routes)
-    assert estimator._scales.prefill.tolist() == [1.0, learned, 1.0]
+    assert estimator._scales.rows[0].tolist() == [1.0, learned, 1.0]

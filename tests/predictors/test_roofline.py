@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from domain.columns import LOAD_GRID
-from predictors.roofline import OnlineScales, prefill_time, roofline_into, step_time
+from predictors.roofline import (
+    FIXED,
+    PREFILL,
+    SLOPE,
+    OnlineScales,
+    prefill_time,
+    roofline_into,
+    step_time,
+)
 from tests.fakes.states import plain_state, random_state
 
 
@@ -18,9 +26,7 @@ def predict(state, *, prefill=1.0, decode=1.0, spread=0.35):
         state.fleet,
         state.routes,
         state.mask,
-        np.full(m, prefill),
-        np.full(m, decode),
-        np.full(m, spread),
+        np.array([[prefill], [decode], [decode], [spread], [spread]]) * np.ones(m),
         state.now,
         state.estimates,
     )
@@ -108,17 +114,30 @@ def test_no_limits_are_always_met_and_impossible_ones_never():
 
 
 def test_scales_converge_to_a_replica_that_is_slower_than_its_profile():
-    """A replica 1.8 times slower in prefill and 0.6 in decode is learned, and only that replica."""
+    """A replica 1.8 times slower in prefill, 0.6 in a step alone and 3 in what a batch adds is
+    learned from noisy outcomes, and only that replica.
+    """
     rng = np.random.default_rng(1)
     scales = OnlineScales(np.full(2, 0.5))
     for _ in range(400):
         noise = rng.normal(0.0, 0.1, 2)
-        scales.learn_ttft(0, scales.prefill[0], 1.8 * math.exp(noise[0]))
-        scales.learn_tpot(0, scales.decode[0], 0.6 * math.exp(noise[1]))
-    assert scales.prefill[0] == pytest.approx(1.8, rel=0.1)
-    assert scales.decode[0] == pytest.approx(0.6, rel=0.1)
-    assert scales.spread[0] == pytest.approx(0.1, abs=0.03)
-    assert [scales.prefill[1], scales.decode[1], scales.spread[1]] == [1.0, 1.0, 0.5]
+        scales.learn_ttft(0, scales.rows[PREFILL, 0], 1.8 * math.exp(noise[0]))
+        alone, shared = 0.02, 0.001 * rng.integers(0, 16)
+        predicted = scales.rows[FIXED, 0] * alone + scales.rows[SLOPE, 0] * shared
+        actual = (0.6 * alone + 3.0 * shared) * math.exp(noise[1])
+        scales.learn_tpot(0, alone, shared, predicted, actual)
+    learned = scales.rows[:, 0]
+    assert learned == pytest.approx([1.8, 0.6, 3.0, 0.1, 0.1], rel=0.2, abs=0.03)
+    assert scales.rows[:, 1].tolist() == [1.0, 1.0, 1.0, 0.5, 0.5]
+
+
+def test_ten_outcomes_bring_the_pace_within_a_fifth():
+    """A replica four times slower than its profile is not believed for long."""
+    scales = OnlineScales(np.full(1, 0.35))
+    for _ in range(10):
+        scales.learn_tpot(0, 0.02, 0.01, 0.03, 0.12)
+    pace = scales.rows[FIXED, 0] * 0.02 + scales.rows[SLOPE, 0] * 0.01
+    assert pace == pytest.approx(0.12, rel=0.2)
 
 
 def test_one_outlier_does_not_turn_a_scale_over():
@@ -126,16 +145,17 @@ def test_one_outlier_does_not_turn_a_scale_over():
     scales = OnlineScales(np.full(1, 0.3))
     for _ in range(50):
         scales.learn_ttft(0, 1.0, 1.0)
+        scales.learn_tpot(0, 1.0, 0.5, 1.5, 1.5)
     scales.learn_ttft(0, 1.0, 1000.0)
-    scales.learn_tpot(0, 1.0, 1000.0)
-    assert scales.prefill[0] < 1.17
-    assert scales.decode[0] < 1.17
+    scales.learn_tpot(0, 1.0, 0.5, 1.5, 1000.0)
+    assert (scales.rows[:3, 0] < 1.17).all()
 
 
 def test_nonsense_times_are_ignored():
     """Zero or negative seconds teach nothing."""
     scales = OnlineScales(np.full(1, 0.3))
-    for pair in ((0.0, 1.0), (1.0, 0.0), (1.0, -1.0)):
-        scales.learn_ttft(0, *pair)
-        scales.learn_tpot(0, *pair)
-    assert (scales.prefill[0], scales.decode[0], scales.spread[0]) == (1.0, 1.0, 0.3)
+    before = scales.rows.copy()
+    for predicted, actual in ((0.0, 1.0), (1.0, 0.0), (1.0, -1.0)):
+        scales.learn_ttft(0, predicted, actual)
+        scales.learn_tpot(0, 1.0, 0.0, predicted, actual)
+    assert np.array_equal(before, scales.rows)
