@@ -36,7 +36,7 @@ PRIOR_VARIANCE = 1.0
 STEP_NOISE = 0.3
 """Standard deviation of the log of one stream's pace."""
 
-DRIFT = 0.002
+DRIFT = 0.001
 """Variance that the logs of the factors gain between two outcomes: what was learned goes stale."""
 
 RATE = 0.1
