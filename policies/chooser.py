@@ -35,12 +35,23 @@ from policies.options import CoreOptions
 class _Block:
     """Columns for n requests, kept for the life of a fleet."""
 
-    __slots__ = ("allowed", "base", "cached", "draws", "estimates", "requests", "room", "scores")
+    __slots__ = (
+        "allowed",
+        "base",
+        "cached",
+        "draws",
+        "estimates",
+        "requests",
+        "room",
+        "scores",
+        "sticky",
+    )
 
     def __init__(self, n: int, c: int) -> None:
         self.base = np.zeros((len(REQUEST_FLOATS), n))
         self.requests = request_columns(n, self.base)
         self.cached = False
+        self.sticky = False
         self.estimates = estimate_columns(n, c)
         self.scores = scores(n, c)
         self.allowed = np.zeros((n, c), np.bool_)
@@ -241,6 +252,9 @@ class Chooser:
         if block.cached:
             cached.fill(0.0)
             block.cached = False
+        if block.sticky:
+            block.estimates.sticky.fill(0.0)
+            block.sticky = False
         for i, entry in enumerate(entries):
             block.base[:, i] = entry.row
             requests.class_id[i] = entry.slo_class.rank
@@ -255,6 +269,10 @@ class Chooser:
             if entry.request.blocks:
                 self._state.cached_into(entry, cached[i])
                 block.cached = True
+            session = entry.request.session
+            if session is not None:
+                self._state.sticky_into(entry.request.tenant, session, block.estimates.sticky[i])
+                block.sticky = True
         return block
 
     def _prediction(self, block: _Block, i: int, route: int, entry: Entry) -> Prediction:

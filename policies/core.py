@@ -278,8 +278,7 @@ class DecisionCore:
         if entry.first_sent is None:
             entry.first_sent = now
         self._sent += 1.0
-        if entry.request.blocks:
-            self.state.prefix.add(attempt.prefill, entry.request.blocks)
+        self.state.sent(attempt, entry.request)
         return Send(
             entry.request.id,
             attempt.number,

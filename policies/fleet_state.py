@@ -18,7 +18,7 @@ from domain.columns import Bools, FleetColumns, Floats, fleet_columns, route_tab
 from domain.events import ForeignLoad, Progress, Reading
 from domain.fleet import FleetSpec, ReplicaView
 from domain.native import compiled
-from domain.request import BLOCK_TOKENS
+from domain.request import BLOCK_TOKENS, InferenceRequest
 from policies import kernels
 from policies.ledger import Attempt, Entry
 from policies.prefix_index import PrefixIndex
@@ -86,6 +86,19 @@ class FleetState:
         most = max(entry.prompt - 1.0, 0.0)
         for c, p in enumerate(self.prefill):
             out[c] = min(float(matched[p] * BLOCK_TOKENS), most)
+
+    def sticky_into(self, tenant: str, session: str, out: Floats) -> None:
+        """1 for each route whose prefill replica the session ran on last, else 0; (c,)."""
+        home = self.prefix.home(tenant, session)
+        for c, p in enumerate(self.prefill):
+            out[c] = float(p == home)
+
+    def sent(self, attempt: Attempt, request: InferenceRequest) -> None:
+        """The attempt's prefill replica now holds the prompt's prefix and the session."""
+        if request.blocks:
+            self.prefix.add(attempt.prefill, request.blocks)
+        if request.session is not None:
+            self.prefix.join(request.tenant, request.session, attempt.prefill)
 
     def floor_into(self, floor: float, allowed: Bools) -> None:
         """Close routes whose variant falls short of a quality floor; if none reaches it, the best

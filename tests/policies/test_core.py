@@ -64,6 +64,7 @@ def play(shell: Shell, script) -> float:
                         slo=(Slo(ttft=1.0, tpot=0.1), Slo(e2e=8.0), Slo())[who % 3],
                         stream=who % 5 > 0,
                         blocks=(who % 7, 100 + who % 7),
+                        session=f"s{who % 4}" if who % 2 else None,
                     ),
                 )
             )
@@ -456,3 +457,18 @@ def test_the_reservation_is_settled_by_what_was_used():
     assert settle.tokens == 120
     assert isinstance(shell.log[0][1][0], Commit)
     assert any(isinstance(a, Send) for _, actions in shell.log for a in actions)
+
+
+def test_a_session_stays_where_it_ran_while_that_replica_has_room():
+    """The sticky policy follows the session, not only the prefix."""
+    shell = Shell(make_core("sticky", fleet=small_fleet(3, max_seqs=64)))
+    shell.tell(Arrived(0.0, request("first", session="s")))
+    home = shell.sends["first"].replica
+    shell.tell(FirstToken(0.1, "first", 1))
+    for i in range(5):
+        shell.tell(Arrived(1.0 + i, request(f"other{i}")))
+        shell.tell(FirstToken(1.1 + i, f"other{i}", 1))
+        shell.tell(Arrived(1.5 + i, request(f"again{i}", session="s")))
+        shell.tell(FirstToken(1.6 + i, f"again{i}", 1))
+        assert shell.sends[f"again{i}"].replica == home
+    assert {shell.sends[f"other{i}"].replica for i in range(5)} != {home}

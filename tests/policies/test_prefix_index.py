@@ -5,7 +5,7 @@ from collections import OrderedDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.prefix_index import PrefixIndex
+from policies.prefix_index import SESSIONS, PrefixIndex
 
 prompts = st.lists(st.integers(0, 6), min_size=1, max_size=5).map(
     lambda path: tuple(hash(tuple(path[: i + 1])) for i in range(len(path)))
@@ -57,3 +57,28 @@ def test_more_replicas_may_join():
     assert index.matched((1, 2)) == [2, 0]
     index.add(1, (1,))
     assert index.matched((1, 2)) == [2, 1]
+
+
+def test_a_session_is_at_home_where_it_ran_last_until_that_restarts():
+    """Sessions are per tenant; a restart empties the cache they were sticky for."""
+    index = PrefixIndex([4, 4])
+    assert index.home("t", "s") is None
+    index.join("t", "s", 0)
+    index.join("t", "s", 1)
+    assert index.home("t", "s") == 1
+    assert index.home("u", "s") is None
+    index.clear(0)
+    assert index.home("t", "s") == 1
+    index.clear(1)
+    assert index.home("t", "s") is None
+
+
+def test_old_sessions_are_forgotten():
+    """Memory is bounded; the least recently sent session goes first."""
+    index = PrefixIndex([4])
+    for i in range(SESSIONS):
+        index.join("t", str(i), 0)
+    index.join("t", "0", 0)
+    index.join("t", "new", 0)
+    assert index.home("t", "1") is None
+    assert index.home("t", "0") == index.home("t", "new") == 0
