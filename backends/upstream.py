@@ -202,6 +202,12 @@ class UpstreamPool:
             exchange.fail(BackendUnavailable(f"cannot connect to {self.base_url}: {exc}"))
             return
         exchange.dialling = None
+        # Counted only now: a dial that is cancelled after its socket opened is closed by the loop,
+        # and uvloop does not tell the protocol.
+        if not connection.alive:
+            exchange.fail(BackendUnavailable(f"{self.base_url} closed before it answered"))
+            return
+        self._open.add(connection)
         if exchange.over or self._closed:
             connection.close()
             exchange.fail(self._removed())
@@ -210,10 +216,6 @@ class UpstreamPool:
 
     def _removed(self) -> BackendUnavailable:
         return BackendUnavailable(f"{self.base_url} was removed from the fleet")
-
-    def opened(self, connection: _Connection) -> None:
-        """Count a new connection."""
-        self._open.add(connection)
 
     def lost(self, connection: _Connection) -> None:
         """Forget a closed connection."""
@@ -459,6 +461,11 @@ class _Connection(asyncio.Protocol):
         self.idle_since = 0.0
 
     @property
+    def alive(self) -> bool:
+        """Whether the socket is open."""
+        return self._transport is not None
+
+    @property
     def usable(self) -> bool:
         """Whether the next request may go out here."""
         fresh = self._pool.clock() - self.idle_since <= self._pool.limits.idle_seconds
@@ -476,11 +483,15 @@ class _Connection(asyncio.Protocol):
     def drop(self, *, keep: bool) -> None:
         """The exchange is over: keep the connection if its answer was whole, else close it."""
         self._exchange = None
-        if keep and self.reader.reusable:
+        if keep and self.reader.reusable and self._all_sent():
             self.resume()
             self._pool.release(self)
         else:
             self.close()
+
+    def _all_sent(self) -> bool:
+        """Whether the request has left; an engine may refuse it before it has read it all."""
+        return self._transport is not None and self._transport.get_write_buffer_size() == 0
 
     def pause(self) -> None:
         """Stop reading."""
@@ -505,7 +516,6 @@ class _Connection(asyncio.Protocol):
         """The socket is open."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's has no common base
         self._transport.set_write_buffer_limits(high=self._pool.limits.write_high_water)
-        self._pool.opened(self)
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the engine; without a request they are nobody's, and the socket is closed."""

@@ -40,6 +40,8 @@ from gateway.relay import JSON_TYPE, ClientRequest, Plane, Relay, ReplyListener
 
 SWEEP_SECONDS = 1.0
 LINGER_SECONDS = 2.0
+MAX_QUEUED = 1 << 20
+"""Bytes of requests sent ahead after which a connection is not read until its queue is empty."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 STATUS_LINES = {s.value: b"HTTP/1.1 %d %b\r\n" % (s, s.phrase.encode()) for s in HTTPStatus}
 
@@ -183,6 +185,7 @@ class ClientConnection(asyncio.Protocol):
         self._body_bytes = 0
         self._reply: WireReply | None = None
         self._queue: deque[_Inbound] = deque()
+        self._queued_bytes = 0
         self._reading = True
         self._refused = False
         self._peer: tuple[str, int] | None = None
@@ -323,9 +326,16 @@ class ClientConnection(asyncio.Protocol):
             self._serve(inbound)
             return
         self._queue.append(inbound)
-        if len(self._queue) > self.server.limits.max_pipelined:
+        self._queued_bytes += len(inbound.body)
+        limits = self.server.limits
+        if len(self._queue) > limits.max_pipelined:
             self.cut()
-        elif self._reading and self._transport is not None:
+        elif (
+            # A paused socket does not tell that its client left: the first few wait unpaused.
+            (len(self._queue) > limits.max_pipelined // 2 or self._queued_bytes > MAX_QUEUED)
+            and self._reading
+            and self._transport is not None
+        ):
             self._reading = False
             self._transport.pause_reading()
 
@@ -368,13 +378,13 @@ class ClientConnection(asyncio.Protocol):
     def reply_over(self, *, close: bool) -> None:
         """The reply was written: serve what waits, or be idle, or close."""
         self._reply = None
+        self._deadline = self.server.plane.clock() + self.server.limits.idle_seconds
         if close or self.server.draining:
             self._refused = True
             self._queue.clear()
             if self._transport is not None:
                 self._transport.close()  # sends what is buffered first
             return
-        self._deadline = self.server.plane.clock() + self.server.limits.idle_seconds
         if self._queue:
             # not from here: a reply may end inside `open`, and the queue may be long
             self.server.loop.call_soon(self._next)
@@ -382,7 +392,9 @@ class ClientConnection(asyncio.Protocol):
     def _next(self) -> None:
         if self._reply is not None or not self._queue or self._transport is None:
             return
-        self._serve(self._queue.popleft())
+        inbound = self._queue.popleft()
+        self._queued_bytes -= len(inbound.body)
+        self._serve(inbound)
         if not self._queue and not self._reading:
             self._reading = True
             self._transport.resume_reading()

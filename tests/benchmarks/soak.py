@@ -265,11 +265,13 @@ async def soak(minutes, rate):
             await asyncio.sleep(random.expovariate(rate))
         await asyncio.gather(*visits, return_exceptions=True)
         left = await settled(port)
+        left["descriptors"] = process.num_fds()
         print(json.dumps({"requests": done, "left": left}))  # noqa: T201
     rss = [sample["rss_mib"] for sample in samples]
     third = len(rss) // 3
     flat = max(rss[-third:]) <= 1.05 * max(rss[third : 2 * third])
-    clean = left["running"] == 0 and left["relays"] == 0 and left["clients"] <= 1
+    clean = left["running"] == left["relays"] == 0 and left["clients"] <= 1
+    clean = clean and left["upstream"] == left["idle"]
     return 0 if flat and clean else 1
 
 

@@ -8,6 +8,7 @@ import pytest
 import uvloop
 
 from backends.upstream import Timeouts
+from backends.wire.openai import SURFACES
 from gateway import server as server_module
 from gateway.server import ServerLimits
 from tests.fakes.engine import (
@@ -578,6 +579,43 @@ def test_a_megabyte_prompt_passes_whole(run):
             await client.send(post(raw))
             assert (await client.reply())[0] == 200
             assert engines[0].requests[0][1] == raw
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", SURFACES)
+def test_every_inference_route_goes_through_the_dispatcher(run, path):
+    """`gateways.md` 4.H.9: quota and trace stand in one place, which no route can pass by."""
+
+    async def main():
+        async with serving(always(answer())) as (gateway, _, connect):
+            client = await connect()
+            body = {"model": "m", "messages": [{"content": "x"}], "prompt": "x", "input": "x"}
+            if path in {b"/v1/embeddings", b"/v1/responses"}:
+                del body["messages"]
+            await client.send(post(body, path=path) + post(b"{}", path=path + b"?api-version=1"))
+            assert (await client.reply())[0] == 200
+            assert (await client.reply())[0] == 400
+            assert gateway.names() == ["open", "ended", "open"]
+
+    run(main())
+
+
+def test_a_pipelining_client_that_leaves_is_noticed(run):
+    async def main():
+        async def script(engine, connection):
+            await engine.take(connection)
+            engine.seen.set()
+            await connection.gone()
+            engine.left.set()
+
+        async with serving(script) as (gateway, (engine,), connect):
+            client = await connect()
+            await client.send(post(CHAT) * 3)
+            await engine.seen.wait()
+            client.writer.transport.abort()
+            await asyncio.wait_for(engine.left.wait(), 1)
+            await gateway.settled()
 
     run(main())
 

@@ -370,6 +370,23 @@ def test_abort_while_dialling_is_silent(run):
     run(main())
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_abort_at_any_moment_of_a_dial_leaves_no_connection_behind(run, turns):
+    """Also between the socket's opening and the dial's end, which the loop alone sees."""
+
+    async def main():
+        async with engine_and_pool(always(LENGTH)) as (_, pool):
+            for _ in range(20):
+                exchange = pool.send(b"/x", BODY, Collect(), Timeouts())
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                exchange.abort()
+            await fetch(pool)
+            assert (pool.open, pool.idle) == (1, 1)
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     ("wire", "limits", "phase"),
     [
@@ -524,6 +541,27 @@ def test_a_slow_engine_gets_a_large_request_whole(run):
             sink = await fetch(pool, body=body)
             assert sink.error is None
             assert engine.requests[0][1] == body
+
+    run(main())
+
+
+def test_an_answer_before_the_request_was_read_costs_the_connection(run):
+    """What is left of the request in our buffer must not run into the next one."""
+
+    async def main():
+        async def script(engine, connection):
+            if engine.connections > 1:
+                await engine.take(connection)
+            await connection.send(LENGTH)
+            await engine.seen.wait()
+
+        async with engine_and_pool(script) as (engine, pool):
+            sink = await fetch(pool, body=b"[" + b"1," * 8_000_000 + b"1]")
+            assert (sink.body, sink.error) == (b"hello world", None)
+            assert pool.idle == 0
+            assert (await fetch(pool)).body == b"hello world"
+            assert engine.connections == 2
+            engine.seen.set()
 
     run(main())
 
