@@ -15,7 +15,7 @@ from domain.events import (
     Reading,
     Send,
 )
-from domain.fleet import FleetSpec
+from domain.fleet import FleetSpec, ReplicaSpec, Variant
 from domain.outcome import Cause, Usage, UsageSource
 from domain.ports import Estimator, Scorer
 from domain.request import AUTO, InferenceRequest, Slo, SloClass, Tenant
@@ -121,13 +121,17 @@ def build_core(
     )
 
 
-def warm(config: PolicyConfig, fleet: FleetSpec, estimator: Estimator) -> None:
+def warm(config: PolicyConfig, estimator: Estimator) -> None:
     """Compile, or load from the cache, every kernel that a core of this kind calls; seconds when
     cold.
 
-    Runs a few requests through a core of its own; `estimator` should be one of its own too, since
-    it learns from them.
+    Runs a few requests through a core and a fleet of its own (the compiled code depends on
+    neither); `estimator` should be one of its own too, since it learns from them.
     """
+    fleet = FleetSpec(
+        replicas=(ReplicaSpec(name="a", variant="v"), ReplicaSpec(name="b", variant="v")),
+        variants=(Variant(name="v", model="m"),),
+    )
     core = build_core(
         config,
         fleet=fleet,

@@ -90,26 +90,33 @@ def run_loop(main: Any) -> None:
 
 
 async def serve_until_signalled(settings: Settings, announce: Callable[[Any], None]) -> None:
-    """Serve; SIGINT or SIGTERM drains and ends it."""
+    """Serve; SIGINT or SIGTERM drains and ends it, or ends the start-up if that is not over."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    serving = asyncio.ensure_future(_serve(settings, announce, stop))
+    started = asyncio.Event()
+
+    def ready(gateway: Any) -> None:
+        started.set()
+        announce(gateway)
+
+    serving = asyncio.ensure_future(_serve(settings, ready, stop))
     waiting = asyncio.ensure_future(stop.wait())
     await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
-    if not serving.done() and not stop.is_set():
+    if not started.is_set():
         serving.cancel()
-    await serving
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
 
 
-async def _serve(settings: Settings, announce: Callable[[Any], None], stop: asyncio.Event) -> None:
+async def _serve(settings: Settings, ready: Callable[[Any], None], stop: asyncio.Event) -> None:
     async with gateway_of(settings) as gateway:
         gc.collect()
         gc.freeze()  # what was built so far lives as long as the process: never scan it again
         gc.set_threshold(50_000, 20, 50)  # requests leave no cycles; young ones are cheap to keep
-        announce(gateway)
+        ready(gateway)
         await stop.wait()
         _log.info("draining; a second signal is not needed")
 
@@ -129,15 +136,18 @@ async def gateway_of(settings: Settings) -> AsyncIterator[Any]:
     tenants = table.tenants or (table.identify(None).tenant,)
     classes = [c.slo_class(name) for name, c in settings.classes.items()]
     async with contextlib.AsyncExitStack() as stack:
+        # A core of its own is warmed, while the fleet starts: what it learns there must not reach
+        # the one that serves.
+        began = time.monotonic()
+        warming = asyncio.ensure_future(
+            asyncio.to_thread(warm, settings.policy, build_estimator(settings.predictors))
+        )
+        stack.callback(warming.cancel)
         children = Children()
         places = await stack.enter_async_context(placed(settings, children))
         fleet = await stack.enter_async_context(opened(places, settings.models, settings.breaker))
-        began = time.monotonic()
-        # A core of its own is warmed: what it learns there must not reach the one that serves.
-        await asyncio.to_thread(
-            warm, settings.policy, fleet.spec, build_estimator(settings.predictors)
-        )
-        _log.info("kernels ready after %.1f s", time.monotonic() - began)
+        await warming
+        _log.info("fleet and kernels ready after %.1f s", time.monotonic() - began)
         now = time.monotonic()
         core = build_core(
             settings.policy,
