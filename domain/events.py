@@ -26,6 +26,7 @@ class Reason(StrEnum):
     QUOTA = "quota"
     CONCURRENCY = "concurrency"
     QUEUE_FULL = "queue_full"
+    OVERLOAD = "overload"
     UNREACHABLE = "unreachable"
     EXPIRED = "expired"
     NO_REPLICA = "no_replica"

@@ -128,6 +128,11 @@ def refusal(shed: Shed) -> errors.ServingError:
             )
         case Reason.QUEUE_FULL:
             return errors.QueueFull(detail or "the queue is full", retry_after=_at_least(wait))
+        case Reason.OVERLOAD:
+            return errors.DeadlineUnreachable(
+                detail or "overloaded: requests of this class are refused for now",
+                retry_after=_at_least(wait),
+            )
         case Reason.UNREACHABLE:
             return errors.DeadlineUnreachable(
                 detail or "no replica can meet this request's limits now",

@@ -22,6 +22,7 @@ from policies import kernels
 from policies.bucket import Account
 from policies.fleet_state import FleetState
 from policies.ledger import Entry
+from policies.overload import FEASIBLE, Gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,9 @@ class AdmissionControl:
         tenants: Sequence[Tenant],
         classes: Sequence[SloClass],
         now: float,
+        overload_target: float = 0.0,
     ) -> None:
+        self.gate = Gate(overload_target)
         self._state = state
         self._estimator = estimator
         self._accounts: dict[str, Account] = {}
@@ -56,6 +59,7 @@ class AdmissionControl:
             raise ValueError("at least one SLO class is needed")
         self._classes = {c.name: c for c in classes}
         self._default_class = self._classes.get("standard", classes[0])
+        self.gate.configure(classes)
         accounts = {}
         for tenant in tenants:
             account = self._accounts.get(tenant.name)
@@ -88,9 +92,14 @@ class AdmissionControl:
         if not state.served(allowed):
             return Refusal(Reason.NO_REPLICA, 1.0)
         slo_class = self._classes.get(request.class_name) or self._default_class
+        weight = account.tenant.weight
+        wait = self.gate.refused(request, slo_class, weight, now)
+        if wait is not None:
+            return Refusal(Reason.OVERLOAD, wait)
         entry = self._entry(request, slo_class, account, allowed, prompt, now)
         if not entry.admission.ok:
             return Refusal(entry.admission.reason or Reason.RATE, entry.admission.retry_after)
+        self.gate.admitted(request.tenant, weight, slo_class.name, entry.work, now)
         return entry
 
     def _entry(
@@ -144,6 +153,9 @@ class AdmissionControl:
             work=work,
             expires=max(start_by, now),
             limits=limits,
+            feasible=ttft <= FEASIBLE * limits[0]
+            and tpot <= FEASIBLE * limits[1]
+            and work <= FEASIBLE * limits[2],
             row=np.array(
                 (
                     prompt,

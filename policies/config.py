@@ -14,6 +14,7 @@ class _Policy(BaseModel):
 
     hold: bool = True  # late binding: wait at the gateway while every replica's window is full
     shed_below: Share = 0.0  # P(SLO) under which a sheddable request is refused; 0: never
+    overload_target: Share = 0.0  # mean 1 - P(SLO) beyond which arrivals are refused; 0: never
     explore: Share = (
         0.0  # share of uniform choices among nearly equal routes; logged with propensity
     )
@@ -47,6 +48,7 @@ class BestFitPolicy(_Policy):
 
     kind: Literal["best_fit"] = "best_fit"
     shed_below: Share = 0.05  # below one chance in twenty, serving it costs others more
+    overload_target: Share = 0.05  # a fleet at 0.9 x its knee keeps 95 % of its limits
     ttft_margin: Share = 0.8  # share of the TTFT limit a prediction may use
     tpot_margin: Share = 0.8  # of the TPOT limit
     e2e_margin: Share = 0.8  # of the E2E limit

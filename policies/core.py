@@ -84,7 +84,9 @@ class DecisionCore:
         )
         self.state = FleetState(fleet, hold=options.hold)
         estimator.bind(fleet, self.state.routes)
-        self.admission = AdmissionControl(self.state, estimator, tenants, classes, now)
+        self.admission = AdmissionControl(
+            self.state, estimator, tenants, classes, now, options.overload_target
+        )
         self._chooser = Chooser(self.state, estimator, scorer, fallback, options)
         self._now = now
         self._slots = 0
@@ -145,9 +147,8 @@ class DecisionCore:
             return None
         at = min(self.queue.next_expiry, self.state.next_change(self._now))
         for entry in self.queue.oldest(1):
-            ripe = entry.arrived + entry.slo_class.patience
-            if entry.claim is None and ripe > self._now:
-                at = min(at, ripe)
+            if entry.claim is None and entry.ripe > self._now:
+                at = min(at, entry.ripe)
         return at if isfinite(at) else None
 
     def replica(self, index: int) -> ReplicaView:
@@ -188,6 +189,8 @@ class DecisionCore:
 
     def _decided(self, entry: Entry, choice: Choice, now: float) -> list[Action]:
         """Refuse the request for want of hope, or commit it to the chosen route."""
+        if entry.feasible:
+            self.admission.gate.decided(entry.slo_class.name, choice.p_best, entry.work, now)
         if self._chooser.hopeless(entry, choice):
             return self._shed(entry, Reason.UNREACHABLE, now)
         return self._commit(entry, choice, now)
@@ -314,6 +317,8 @@ class DecisionCore:
         for entry in self.queue.expired(now):
             last = entry.arrived + entry.slo_class.max_wait
             self.queue.remove(entry)
+            if entry.feasible:
+                self.admission.gate.decided(entry.slo_class.name, 0.0, 0.0, now)
             if entry.slo_class.sheddable or now >= last:
                 actions += self._shed(entry, Reason.EXPIRED, now)
             else:
@@ -321,7 +326,7 @@ class DecisionCore:
                 # met.
                 entry.start_by = entry.expires = last
                 self.queue.push(entry)
-        self.state.press_claims(self.queue.oldest(self.state.size), now)
+        self.state.press_claims(self.queue.ripe(self.state.size, now), now)
         while self.queue and self.state.any_open(self.queue.least_prompt, now):
             batch = self.queue.candidates(now, self._load())
             progress = False
@@ -344,8 +349,8 @@ class DecisionCore:
         return min(self.queue.work / self.state.size, 1.0)
 
     def _drain_time(self) -> float:
-        """Predicted seconds until what waits has been served."""
-        return self.queue.work / max(self.state.usable, 1)
+        """Predicted seconds until what waits has been sent, at the present pace."""
+        return self.admission.gate.drain(self.queue.work, self._now)
 
     # ---- while it runs
 
@@ -441,7 +446,8 @@ class DecisionCore:
         self.queue.remove(entry)
         self.state.release_claim(entry)
         if retry_after is None:
-            retry_after = self._drain_time()
+            kept = self.admission.gate.come_back(entry.request, entry.slo_class, now)
+            retry_after = max(self._drain_time(), kept)
         settle = self._settle(entry, None, Cause.SHED, Usage(), None, now, reason.value)
         return [Shed(entry.request.id, reason, retry_after), settle]
 

@@ -99,6 +99,7 @@ def build_core(
     options = CoreOptions(
         hold=config.hold,
         shed_below=config.shed_below,
+        overload_target=config.overload_target,
         explore=config.explore,
         explore_within=config.explore_within,
         max_attempts=config.max_attempts,

@@ -44,7 +44,7 @@ class Entry:
     `prompt` and `expected` are whole tokens; `length_q` (Q,). `start_by` is the latest useful
     start, `work` the predicted seconds of service on the fastest replica, `row` its float columns
     in the order of `domain.columns.REQUEST_FLOATS`, `expires` when waiting ends. `order` is the
-    order of arrival.
+    order of arrival. `feasible`: an idle fleet would meet the limits with room to spare.
     """
 
     request: InferenceRequest
@@ -64,6 +64,7 @@ class Entry:
     expires: float
     limits: tuple[float, float, float]
     row: Floats
+    feasible: bool = True
     state: Literal["held", "committing", "sent", "gone"] = "held"
     held_once: bool = False
     ticket: int = 0
@@ -73,3 +74,8 @@ class Entry:
     first_sent: float | None = None
     claim: int | None = None
     excluded: list[int] = field(default_factory=list)
+
+    @property
+    def ripe(self) -> float:
+        """When its patience ends: it has reached the ageing bound."""
+        return self.arrived + self.slo_class.patience

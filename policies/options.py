@@ -10,7 +10,8 @@ class CoreOptions:
     """How the core decides, beside the scorer.
 
     `shed_below`: a sheddable request whose best P(SLO) falls below is refused with a probability
-    that grows from 0 at the threshold to 1 at P = 0. `explore`: share of requests sent to a uniform
+    that grows from 0 at the threshold to 1 at P = 0. `overload_target`: mean shortfall of P(SLO) that
+    is tolerated before requests are refused on arrival (`policies.overload`); 0: never. `explore`: share of requests sent to a uniform
     route among those within `explore_within` of the best P(SLO); the top class never is. `hold`
     False sends at once whatever the replicas' windows say. `retry_share` bounds retries to a share
     of what was sent (plus `retry_floor`). `late_penalty` (s) is how long the fallback scorer
@@ -20,6 +21,7 @@ class CoreOptions:
     k_best: int = 8
     hold: bool = True
     shed_below: float = 0.0
+    overload_target: float = 0.0
     explore: float = 0.0
     explore_within: float = 0.02
     max_attempts: int = 3

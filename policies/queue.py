@@ -10,8 +10,10 @@ the majority.
 
 Ranking key: start_by + alpha * work + fairness * (virtual time - least), seconds; alpha grows with
 load (the sliding weight of Niyama), virtual time is predicted work received over weight (virtual
-token counter, Sheng et al., OSDI 2024). A request older than its class's ageing bound comes before
-all that are not, oldest first.
+token counter, Sheng et al., OSDI 2024). A request older than its class's ageing bound is ripe: it
+comes before all that are not, oldest first, and before everything younger of its own tenant. While
+a tenant is `AHEAD` seconds of service before another that waits, its ripe requests wait like the
+rest: a flood grows old without pushing others aside.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ from math import inf
 from policies.ledger import Entry
 
 LANES = 8
+AHEAD = 1.0
+"""Seconds of the whole fleet's service, per unit of weight, by which a tenant whose requests are
+ripe may be before the tenant that had least."""
 Line = tuple[float, int, int, Entry]
 LaneKey = tuple[str, str, str]
 
@@ -34,6 +39,7 @@ class _Lane:
     tenant: str
     by_start: list[Line] = field(default_factory=list)
     by_work: list[Line] = field(default_factory=list)
+    by_age: list[Line] = field(default_factory=list)
     waiting: int = 0
 
 
@@ -48,6 +54,7 @@ class WaitingRoom:
         self._alpha_max = alpha_max
         self._lanes: dict[LaneKey, _Lane] = {}
         self._expiry: list[Line] = []
+        self._age: list[Line] = []
         self._virtual: dict[str, float] = {}
         self._waiting_of: dict[str, int] = {}
         self._tickets = 0
@@ -60,11 +67,34 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self._ordered)
 
-    def oldest(self, count: int) -> Iterator[Entry]:
-        """The `count` longest-queued entries, oldest first; not to be read on after a push or
-        remove.
+    def oldest(self, count: int) -> list[Entry]:
+        """The `count` entries whose patience ends, or ended, first."""
+        return [line[3] for line in _peek(self._age, count)]
+
+    def ripe(self, count: int, now: float) -> list[Entry]:
+        """At most `count` entries past their patience that may claim a replica, oldest first.
+
+        Of a tenant that is `AHEAD` of another that waits, none may.
         """
-        return islice(self._ordered.values(), count)
+        if not self._ordered or self.oldest(1)[0].ripe >= now:
+            return []
+        lanes = self._first_lanes()
+        least = min(self._virtual[lane.tenant] for lane in lanes)
+        lines = [
+            line
+            for lane in lanes
+            if self._virtual[lane.tenant] - least <= AHEAD
+            for line in _peek(lane.by_age, count)
+            if line[0] < now
+        ]
+        return [line[3] for line in nsmallest(count, lines)]
+
+    def _first_lanes(self) -> list[_Lane]:
+        """At most `LANES` lanes, least virtual time first where there are more."""
+        lanes = list(self._lanes.values())
+        if len(lanes) > LANES:
+            lanes = nsmallest(LANES, lanes, key=lambda lane: self._virtual[lane.tenant])
+        return lanes
 
     def push(self, entry: Entry) -> None:
         """Add an entry; its state is the caller's to set."""
@@ -78,6 +108,9 @@ class WaitingRoom:
         lane.waiting += 1
         heappush(lane.by_start, (entry.start_by, entry.order, entry.ticket, entry))
         heappush(lane.by_work, (entry.work, entry.order, entry.ticket, entry))
+        ripe = entry.ripe
+        heappush(lane.by_age, (ripe, entry.order, entry.ticket, entry))
+        heappush(self._age, (ripe, entry.order, entry.ticket, entry))
         heappush(self._expiry, (entry.expires, entry.order, entry.ticket, entry))
         if self._waiting_of.get(tenant, 0) == 0:
             # A tenant that comes back does not spend the time it was away (VTC's lift).
@@ -105,9 +138,10 @@ class WaitingRoom:
         if lane.waiting == 0:
             del self._lanes[key]
         else:
-            for heap in (lane.by_start, lane.by_work):
+            for heap in (lane.by_start, lane.by_work, lane.by_age):
                 _compact(heap, lane.waiting)
         _compact(self._expiry, len(self._ordered))
+        _compact(self._age, len(self._ordered))
 
     def charge(self, entry: Entry, share: float) -> None:
         """Count service given to the entry's tenant; `share` of its work in fleet seconds."""
@@ -138,27 +172,28 @@ class WaitingRoom:
         if not self._ordered:
             return []
         virtual = self._virtual
-        lanes = list(self._lanes.values())
-        if len(lanes) > LANES:
-            lanes = nsmallest(LANES, lanes, key=lambda lane: virtual[lane.tenant])
+        lanes = self._first_lanes()
         share = max(self._k // (2 * len(lanes)), 1)
         union: dict[int, Entry] = {}
         for lane in lanes:
             for heap in (lane.by_start, lane.by_work):
                 for line in _peek(heap, share):
                     union[line[2]] = line[3]
-        for entry in self.oldest(1):
-            union[entry.ticket] = entry
+            if _peek(lane.by_age, 1)[0][0] < now:
+                for line in _peek(lane.by_age, max(share, 2)):
+                    union[line[2]] = line[3]
         least = min(virtual[lane.tenant] for lane in lanes)
         alpha = self._alpha_max * load
         fairness = self._fairness
 
-        def rank(entry: Entry) -> tuple[int, float, int]:
-            if now - entry.arrived > entry.slo_class.patience:
-                return (0, 0.0, entry.order)
-            key = entry.start_by + alpha * entry.work
-            key += fairness * (virtual[entry.request.tenant] - least)
-            return (1, key, entry.order)
+        def rank(entry: Entry) -> tuple[int, float, float, int]:
+            ahead = virtual[entry.request.tenant] - least
+            ripe = entry.ripe
+            if ripe < now and ahead <= AHEAD:
+                return (0, 0.0, ripe, entry.order)
+            # What is ripe is due: age beyond that buys nothing from other tenants.
+            key = now if ripe < now else max(entry.start_by, now) + alpha * entry.work
+            return (1, key + fairness * ahead, ripe, entry.order)
 
         return sorted(union.values(), key=rank)[: self._k]
 
