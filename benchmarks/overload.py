@@ -21,6 +21,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,18 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.virtual_time import Call, Record, VirtualTime
-from domain.events import Arrived, AttemptEnded, Commit, Committed, Send
+from domain.events import (
+    Action,
+    Arrived,
+    AttemptEnded,
+    Commit,
+    Committed,
+    Event,
+    FirstToken,
+    Hold,
+    Send,
+    Settle,
+)
 from domain.fleet import FleetSpec, Profile, ReplicaSpec, Variant
 from domain.outcome import Cause, Usage, UsageSource
 from domain.request import InferenceRequest, Slo, SloClass, Tenant
@@ -39,7 +51,7 @@ from policies.core import DecisionCore
 from policies.factory import build_core
 from predictors.estimator import BaselineEstimator
 
-KNEE = 70.0
+KNEE = 56.0
 """Requests/s at which 90 % of this workload's limits are met on this fleet (`knee`)."""
 
 CLASSES = (
@@ -51,7 +63,7 @@ SHARES = (0.4, 0.3, 0.3)
 
 
 def fleet(m: int = 4) -> FleetSpec:
-    """m replicas of four speeds."""
+    """M replicas of four speeds."""
     speeds = (0.6, 1.0, 1.7, 2.4)
     return FleetSpec(
         replicas=tuple(
@@ -171,31 +183,252 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def knee(args: argparse.Namespace) -> dict[str, Any]:
-    """Attainment against load."""
+    """Attainment against load: the knee is where it falls below 90 %."""
     rows = []
-    for rate in args.rates:
+    for rate in args.rates or (45, 50, 55, 60, 65):
         found = [
-            settled(play([core(["t"])], calls(s, rate, args.seconds)), 10, args.seconds)
+            settled(play([core(["t"])], calls(s, rate, args.seconds)), 20, args.seconds)
             for s in range(args.seeds)
         ]
         mean, half = interval([attainment(r) for r in found])
-        rows.append({
-            "rate": rate, "attainment": mean, "half": half,
-            "refused": float(np.mean([refused_share(r) for r in found])),
-            "classes": {c.name: float(np.mean([attainment(of_class(r, c.name)) for r in found])) for c in CLASSES},
-            "reasons": dict(Counter(x.outcome.reason for r in found for x in r if x.outcome.met is False)),
-        })
+        rows.append({"rate": rate, "attainment": mean, "half": half})
+    return {"rows": rows}
+
+
+def shed(args: argparse.Namespace) -> dict[str, Any]:
+    """The top class at 1.3 x knee beside 0.9 x, and the refused share against load."""
+    loads = args.loads or [round(0.8 + 0.05 * i, 2) for i in range(13)]
+    rows = []
+    for load in sorted({*loads, 0.9, 1.3}):
+        found = [
+            settled(play([core(["t"])], calls(s, load * KNEE, args.seconds)), 20, args.seconds)
+            for s in range(args.seeds)
+        ]
+        mean, half = interval([refused_share(r) for r in found])
+        by_class = {c.name: [attainment(of_class(r, c.name)) for r in found] for c in CLASSES}
+        rows.append(
+            {
+                "load": load,
+                "refused": mean,
+                "half": half,
+                "goodput": float(np.mean([attainment(r) for r in found])) * load * KNEE,
+                "attainment": {name: interval(values) for name, values in by_class.items()},
+                "refused_of": {
+                    c.name: float(np.mean([refused_share(of_class(r, c.name)) for r in found]))
+                    for c in CLASSES
+                },
+                "top": by_class["top"],
+            }
+        )
+    at = {row["load"]: row for row in rows}
+    ratios = [b / a for a, b in zip(at[0.9]["top"], at[1.3]["top"], strict=True)]
+    shares = [row["refused"] for row in rows]
+    steps = [b - a for a, b in pairwise(shares)]
+    return {
+        "rows": rows,
+        "top_at_1.3_over_0.9": interval(ratios),
+        "largest_step": max(steps),
+        "largest_fall": min(steps),
+    }
+
+
+def retry(args: argparse.Namespace) -> dict[str, Any]:
+    """Every refused client comes back after `Retry-After`: bursts, and a steady 1.3 x knee."""
+    rows = []
+    for name, pattern in (
+        ("bursts 1.5 x 20 s, 0.6 x 40 s", [(1.5, 20.0), (0.6, 40.0)] * 3),
+        ("steady 1.3 x", [(1.3, args.seconds)]),
+    ):
+        shares, waits = [], []
+        for s in range(args.seeds):
+            stream: list[Call] = []
+            at = 0.0
+            for k, (load, length) in enumerate(pattern):
+                part = calls(1000 * s + k, load * KNEE, length, start=at, patient=True)
+                stream += [
+                    replace(c, request=replace(c.request, id=f"{k}-{c.request.id}")) for c in part
+                ]
+                at += length
+            found = play([core(["t"])], stream)
+            back = [r for r in found if r.call.tries == 2]
+            shares.append(sum(not r.refused for r in back) / max(len(back), 1))
+            waits += [r.retry_after for r in found if r.call.tries == 1 and r.retry_after]
+        rows.append(
+            {
+                "pattern": name,
+                "admitted": interval(shares),
+                "came_back": len(waits),
+                "retry_after_p50_p95_max": np.percentile(waits, [50, 95, 100]).tolist(),
+            }
+        )
+    return {"rows": rows}
+
+
+def fairness(args: argparse.Namespace) -> dict[str, Any]:
+    """Nine tenants at half a fair share each, then a tenth that floods at 20 x that rate."""
+    quiet = [f"t{i}" for i in range(9)]
+    rate = 0.05 * KNEE
+    loss, jain, oldest, flood_refused, rows = [], [], [], [], []
+    for s in range(args.seeds):
+        own = [c for name in quiet for c in calls(s, rate, args.seconds, tenant=name)]
+        alone = play([core(quiet)], own)
+        flood = calls(s, 20 * rate, args.seconds, tenant="flood")
+        watch = Inversions()
+        both = play([core([*quiet, "flood"])], own + flood, watch=watch)
+        before = attainment(settled(alone, 0, args.seconds))
+        theirs = [r for r in both if r.call.request.tenant != "flood"]
+        after = attainment(settled(theirs, 0, args.seconds))
+        each = [attainment(r for r in theirs if r.call.request.tenant == name) for name in quiet]
+        loss.append(100 * (before - after))
+        jain.append(sum(each) ** 2 / (len(each) * sum(x * x for x in each)))
+        oldest.append(watch.longest)
+        flood_refused.append(refused_share(r for r in both if r.call.request.tenant == "flood"))
+        rows.append({"alone": before, "with_flood": after})
+    return {
+        "rows": rows,
+        "loss_points": interval(loss),
+        "jain_of_others": interval(jain),
+        "flood_refused": interval(flood_refused),
+        "longest_inversion_beyond_bound_s": max(oldest),
+    }
+
+
+class Inversions:
+    """Watches one core: how long past its ageing bound a request was when a younger one of its own
+    tenant was sent although both fitted the same route.
+    """
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+        self._waiting: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
+        self._of: dict[str, tuple[str, float]] = {}
+        self._patience = {c.name: float(c.patience) for c in CLASSES}
+
+    def __call__(self, now: float, _gateway: int, event: Event, actions: list[Action]) -> None:
+        """Take one event of the core and what followed."""
+        if isinstance(event, Arrived):
+            request = event.request
+            self._of[request.id] = (request.tenant, now)
+        for action in actions:
+            if isinstance(action, Hold):
+                request_tenant, at = self._of[action.id]
+                self._waiting[request_tenant][action.id] = (at, 0.0)
+            elif isinstance(action, Send):
+                self._left(action.id)
+                tenant, at = self._of[action.id]
+                for other, _ in self._waiting[tenant].values():
+                    bound = min(self._patience.values())
+                    if other < at and now - other > bound:
+                        self.longest = max(self.longest, now - other - bound)
+            elif isinstance(action, Settle):
+                self._left(action.id)
+
+    def _left(self, name: str) -> None:
+        self._waiting[self._of[name][0]].pop(name, None)
+
+
+def release(args: argparse.Namespace) -> dict[str, Any]:
+    """CPU time of a stream's end with a release behind it, so many waiting."""
+    rows = []
+    for waiting in (10, 100, 1000, 10_000):
+        costs = [release_us(waiting, s) for s in range(args.seeds)]
+        mean, half = interval(costs)
+        rows.append({"waiting": waiting, "us": mean, "half": half})
+    return {"rows": rows, "ratio_10000_to_10": rows[-1]["us"] / rows[0]["us"]}
+
+
+def release_us(waiting: int, seed: int, count: int = 400) -> float:
+    """Microseconds of CPU per end of a stream; each releases one request and one more arrives."""
+    endless = [
+        SloClass(name=c.name, rank=c.rank, sheddable=False, patience=1e6, max_wait=1e7)  # type: ignore[arg-type]
+        for c in CLASSES
+    ]
+    tenants = [f"t{i}" for i in range(8)]
+    one = core(tenants, BestFitPolicy(overload_target=0.0), classes=endless)
+    requests = [
+        replace(c.request, slo=Slo(), id=f"{name}/{c.request.id}")
+        for name in tenants
+        for c in calls(seed, (waiting + count) / 8 + 150, 1.0, tenant=name)
+    ]
+    sends: list[Send] = []
+    now, i = 0.0, 0
+
+    def handle(event: Event) -> None:
+        pending = one.handle(event)
+        while pending:
+            action = pending.pop(0)
+            if isinstance(action, Commit):
+                pending += one.handle(Committed(now, action.id, action.attempt))
+            elif isinstance(action, Send):
+                sends.append(action)
+
+    def end(send: Send) -> None:
+        usage = Usage(prompt=100, completion=10, source=UsageSource.ENGINE)
+        handle(FirstToken(now, send.id, send.attempt))
+        handle(AttemptEnded(now, send.id, send.attempt, Cause.FINISHED, usage, now))
+
+    while len(one.queue) < waiting:
+        now += 1e-4
+        handle(Arrived(now, requests[i]))
+        i += 1
+        if sends and not one.queue:
+            handle(FirstToken(now, sends[-1].id, sends[-1].attempt))
+    began = time.process_time()
+    for _ in range(count):
+        now += 1e-3
+        end(sends.pop(0))
+        if len(one.queue) < waiting and i < len(requests):
+            handle(Arrived(now, requests[i]))
+            i += 1
+    return (time.process_time() - began) / count * 1e6
+
+
+def gateways(args: argparse.Namespace) -> dict[str, Any]:
+    """The same load through one, two and four gateways."""
+    loads = args.loads or [0.9, 1.1]
+    rows = []
+    for load in loads:
+        goodput: dict[int, list[float]] = {}
+        share: dict[int, list[float]] = {}
+        for n in (1, 2, 4):
+            goodput[n], share[n] = [], []
+            for s in range(args.seeds):
+                found = play(
+                    [core(["t"], BestFitPolicy(seed=g)) for g in range(n)],
+                    calls(s, load * KNEE, args.seconds, gateways=n),
+                    metrics_delay=0.5,
+                    round_trip=1e-3,
+                )
+                found = settled(found, 20, args.seconds)
+                goodput[n].append(attainment(found) * load * KNEE)
+                where = Counter(r.outcome.replica for r in found if r.outcome.replica is not None)
+                share[n].append(max(where.values()) / sum(where.values()))
+        for n in (2, 4):
+            lost = [1.0 - b / a for a, b in zip(goodput[1], goodput[n], strict=True)]
+            rows.append(
+                {
+                    "load": load,
+                    "gateways": n,
+                    "goodput": interval(goodput[n]),
+                    "goodput_of_one": interval(goodput[1]),
+                    "lost_share": interval(lost),
+                    "largest_share": interval(share[n]),
+                    "largest_share_of_one": interval(share[1]),
+                }
+            )
     return {"rows": rows}
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run one command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=COMMANDS)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--rates", type=float, nargs="+", default=[40, 55, 70, 85, 100])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=80.0)
+    parser.add_argument("--rates", type=float, nargs="+", help="requests/s, for knee")
+    parser.add_argument("--loads", type=float, nargs="+", help="multiples of the knee")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     began = time.process_time()
@@ -205,7 +438,14 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-COMMANDS = {"knee": knee}
+COMMANDS = {
+    "knee": knee,
+    "shed": shed,
+    "retry": retry,
+    "fairness": fairness,
+    "release": release,
+    "gateways": gateways,
+}
 
 if __name__ == "__main__":
     raise SystemExit(main())

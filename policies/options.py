@@ -10,9 +10,10 @@ class CoreOptions:
     """How the core decides, beside the scorer.
 
     `shed_below`: a sheddable request whose best P(SLO) falls below is refused with a probability
-    that grows from 0 at the threshold to 1 at P = 0. `overload_target`: mean shortfall of P(SLO) that
-    is tolerated before requests are refused on arrival (`policies.overload`); 0: never. `explore`: share of requests sent to a uniform
-    route among those within `explore_within` of the best P(SLO); the top class never is. `hold`
+    that grows from 0 at the threshold to 1 at P = 0. `overload_target`: mean shortfall of P(SLO)
+    that is tolerated before arrivals are refused (`policies.overload`); 0: never. `explore`: share
+    of requests sent to a uniform route among those within `explore_within` of the best P(SLO); the
+    top class never is. `hold`
     False sends at once whatever the replicas' windows say. `retry_share` bounds retries to a share
     of what was sent (plus `retry_floor`). `late_penalty` (s) is how long the fallback scorer
     decides after a late decision.

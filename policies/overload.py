@@ -12,8 +12,9 @@ near its target:
 The level is spent along a line of steps, each one unit long: sheddable classes from the lowest to
 the top, first of tenants that offer more than their fair share, then of everybody. A request on
 step i is refused with probability min(max(level - i, 0), 1). So what is refused grows continuously
-with load, the lowest class goes first, and a tenant inside its share is spared while another floods.
-Fair shares are max-min over the offered work of the last seconds, weighted, of what is being sent.
+with load, the lowest class goes first, and a tenant inside its share is spared while another
+floods. Fair shares are max-min over the offered work of the last seconds, weighted, of what is
+being sent.
 
 A refused client is told a time that is kept for it: slots follow one another at a rate below that
 at which its class is being admitted now. Who comes back with the same request after its time is let
@@ -222,9 +223,7 @@ class Gate:
 
     def _share_out(self, now: float) -> None:
         """Which tenants offer more than their max-min fair share of what is being sent."""
-        rates = sorted(
-            (known.rate(now), name) for name, known in self._offered.items()
-        )
+        rates = sorted((known.rate(now), name) for name, known in self._offered.items())
         left = self._sent.rate(now)
         weight = sum(self._weights[name] for _, name in rates)
         over = {name for _, name in rates}

@@ -18,10 +18,8 @@ rest: a flood grows old without pushing others aside.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, nsmallest
-from itertools import islice
 from math import inf
 
 from policies.ledger import Entry
