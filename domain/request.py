@@ -54,6 +54,9 @@ class SloClass:
     (ageing bound)."""
     max_wait: Seconds = Seconds(120.0)
     """How long a request may stay queued at all."""
+    chain: Seconds | None = None
+    """One deadline for all requests of a session (an agent's steps), from the first one's arrival;
+    each gets what is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

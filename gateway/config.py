@@ -161,6 +161,7 @@ class ClassConfig(Section):
     sheddable: bool = True  # refuse early instead of serving late
     patience_ms: Positive = 10_000  # ageing bound: then it claims the next room for itself
     max_wait_ms: Positive = 120_000  # longest stay in the queue; SDKs give up after minutes
+    chain_ms: Positive | None = None  # one deadline for all steps of an `x-session-id`
 
     def slo_class(self, name: str) -> SloClass:
         """The class in seconds."""
@@ -177,6 +178,7 @@ class ClassConfig(Section):
             sheddable=self.sheddable,
             patience=seconds_from_ms(self.patience_ms),
             max_wait=seconds_from_ms(self.max_wait_ms),
+            chain=_seconds(self.chain_ms),
         )
 
 

@@ -20,6 +20,7 @@ from domain.ports import Estimator
 from domain.request import InferenceRequest, SloClass, Tenant
 from policies import kernels
 from policies.bucket import Account
+from policies.chains import Chains
 from policies.fleet_state import FleetState
 from policies.ledger import Entry
 from policies.overload import FEASIBLE, Gate
@@ -46,6 +47,7 @@ class AdmissionControl:
         overload_target: float = 0.0,
     ) -> None:
         self.gate = Gate(overload_target)
+        self._chains = Chains()
         self._state = state
         self._estimator = estimator
         self._accounts: dict[str, Account] = {}
@@ -92,6 +94,7 @@ class AdmissionControl:
         if not state.served(allowed):
             return Refusal(Reason.NO_REPLICA, 1.0)
         slo_class = self._classes.get(request.class_name) or self._default_class
+        request = self._chains.step(request, slo_class, now)
         weight = account.tenant.weight
         wait = self.gate.refused(request, slo_class, weight, now)
         if wait is not None:

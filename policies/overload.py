@@ -13,8 +13,8 @@ The level is spent along a line of steps, each one unit long: sheddable classes 
 the top, first of tenants that offer more than their fair share, then of everybody. A request on
 step i is refused with probability min(max(level - i, 0), 1). So what is refused grows continuously
 with load, the lowest class goes first, and a tenant inside its share is spared while another
-floods. Fair shares are max-min over the offered work of the last seconds, weighted, of what is
-being sent.
+floods. Fair shares are max-min over the offered work of the last seconds, weighted, of the most
+that was sent lately.
 
 A refused client is told a time that is kept for it: slots follow one another at a rate below that
 at which its class is being admitted now. Who comes back with the same request after its time is let
@@ -36,6 +36,9 @@ MEMORY = 2.0
 """Seconds over which shortfall is averaged."""
 RATE_MEMORY = 10.0
 """Seconds over which offered and sent work are averaged."""
+CAPACITY_MEMORY = 60.0
+"""Seconds over which the most that was sent is forgotten: what is sent while much is refused says
+little of what could be."""
 PRIOR = 8.0
 """Decisions without shortfall that are assumed before any was seen: damps a few bad ones."""
 KI = 0.05
@@ -113,6 +116,7 @@ class Gate:
         self._offered: dict[str, Faded] = {}
         self._weights: dict[str, float] = {}
         self._sent = Faded(RATE_MEMORY)
+        self._capacity = 0.0
         self._over: frozenset[str] = frozenset()
         self._work: dict[str, float] = {}
         self._tickets: OrderedDict[Mark, float] = OrderedDict()
@@ -218,13 +222,15 @@ class Gate:
         step = KI * min(max(over / self._target, -1.0), 1.0) * min(elapsed, 1.0)
         self._integral = min(max(self._integral + step, 0.0), most)
         self.level = min(self._integral + KP * max(over, 0.0), most)
+        self._capacity *= exp(-min(elapsed, CAPACITY_MEMORY) / CAPACITY_MEMORY)
+        self._capacity = max(self._capacity, self._sent.rate(now))
         if self.level > 0.0:
             self._share_out(now)
 
     def _share_out(self, now: float) -> None:
         """Which tenants offer more than their max-min fair share of what is being sent."""
         rates = sorted((known.rate(now), name) for name, known in self._offered.items())
-        left = self._sent.rate(now)
+        left = self._capacity
         weight = sum(self._weights[name] for _, name in rates)
         over = {name for _, name in rates}
         for rate, name in rates:

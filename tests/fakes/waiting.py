@@ -37,3 +37,8 @@ class Waiting:
     def account(self):
         """Who is charged."""
         return SimpleNamespace(tenant=Tenant(name=self.tenant, weight=self.weight))
+
+    @property
+    def ripe(self) -> float:
+        """When its patience ends."""
+        return self.arrived + self.slo_class.patience
