@@ -44,7 +44,7 @@ def run_live(case: Case, policy: PolicyConfig, *, learning: bool = True) -> Run:
     """A case through the real decision core, one per gateway."""
     cores = [
         build_core(
-            policy.model_copy(update={"seed": policy.seed + 1000 * case.seed + g}),
+            policy.model_copy(update={"seed": case.core_seed(policy.seed, g)}),
             fleet=case.believed,
             estimator=estimator_for(case, learning=learning),
             tenants=case.tenants,

@@ -170,6 +170,10 @@ class Case:
     e2e: Floats
     model: str = AUTO
 
+    def core_seed(self, seed: int, gateway: int = 0) -> int:
+        """Seed of one gateway's core, for a policy with this seed."""
+        return seed + 1000 * self.seed + gateway
+
     def slo(self, i: int) -> Slo:
         """Limits of request i."""
         promise = self.scenario.classes[self.trace.classes[self.trace.class_id[i]]]

@@ -1,0 +1,110 @@
+"""The compiled loop and the live core decide alike, request by request, for every scorer."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from domain.errors import ConfigError
+from training.evaluate import policy_named, run_live
+from training.fast_path import CompiledLoop, supports
+from training.measures import ABSENT
+from training.scenario import Failure, Metrics, Promise, Replicas, Scenario, build
+
+pytestmark = pytest.mark.slow
+
+SCORERS = (
+    "random", "round_robin", "weighted_round_robin", "least_requests", "least_tokens",
+    "power_of_two", "lmetric", "pools", "best_fit", "prefix_affinity", "sticky", "predicted",
+    "just_enough", "marginal",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def loop():
+    return CompiledLoop()
+
+
+def scenario(groups, n=1500, **fields):
+    fleet = tuple(
+        Replicas(profile=name, count=groups * k)
+        for name, k in (
+            ("h100-bf16-14b", 3), ("h100-fp8-14b", 2), ("a100-bf16-14b", 2), ("l40s-int4-14b", 1))
+    )  # fmt: skip
+    classes = {
+        "fast": Promise(ttft=0.3, ttft_per_token=2e-4, tpot=0.03),
+        "slow": Promise(rank=1, ttft=1.0, ttft_per_token=6e-4, tpot=0.1),
+        "batch": Promise(rank=2, share=0.3, e2e=20.0, sheddable=False, max_wait=60, patience=1.0),
+    }
+    base = {"tenants": {"a": 3.0, "b": 1.0}, "requests": n}
+    return Scenario(name="t", fleet=fleet, classes=classes, **(base | fields))
+
+
+def assert_alike(loop, case, policy):
+    fast = loop.run(case, policy)
+    slow = run_live(case, policy, learning=False)
+    np.testing.assert_array_equal(np.isnan(fast.sent), np.isnan(slow.sent))
+    sent = np.isfinite(fast.sent)
+    np.testing.assert_array_equal(fast.replica[sent], slow.replica[sent])
+    for name in ("arrival", "sent", "first", "last", "verdict"):
+        np.testing.assert_array_equal(getattr(fast, name), getattr(slow, name), err_msg=name)
+    return fast
+
+
+@pytest.mark.parametrize("kind", SCORERS)
+@pytest.mark.parametrize(("groups", "rate"), [(1, 40.0), (1, 70.0), (8, 320.0)])
+def test_every_scorer_decides_alike(loop, kind, groups, rate):
+    """Below and past the knee, at 8 and at 64 replicas."""
+    case = build(scenario(groups), rate, 3)
+    run = assert_alike(loop, case, policy_named(kind, seed=5))
+    assert len(np.unique(run.replica)) > 2
+
+
+@pytest.mark.parametrize(
+    "options", [{"explore": 0.2}, {"shed_below": 0.6}, {"fairness": 5.0, "alpha_max": 0.5}]
+)
+def test_options_of_the_core_act_alike(loop, options):
+    case = build(scenario(1), 80.0, 4)
+    run = assert_alike(loop, case, policy_named("marginal", **options))
+    assert np.isnan(run.sent).sum() > 20
+
+
+@pytest.mark.parametrize("delay", [0.2, 0.5, 1.0])
+def test_late_readings_act_alike(loop, delay):
+    case = build(scenario(1, metrics=Metrics(delay=delay)), 60.0, 6)
+    assert_alike(loop, case, policy_named("best_fit"))
+
+
+def test_many_tenants_act_alike(loop):
+    """More lanes than a release looks at."""
+    tenants = {f"t{k}": 1.0 / (k + 1) for k in range(12)}
+    case = build(scenario(1, tenants=tenants), 90.0, 7)
+    assert_alike(loop, case, policy_named("least_requests"))
+
+
+def test_sessions_act_alike(loop):
+    case = build(scenario(1, n=600), 400.0, 8)
+    n = len(case.trace)
+    follows = np.where(np.arange(n) % 3 == 0, np.arange(n), np.arange(n) - 1)
+    think = np.where(follows == np.arange(n), 0.0, 0.3)
+    case = replace(case, trace=replace(case.trace, follows=follows, think=think))
+    run = assert_alike(loop, case, policy_named("least_requests", shed_below=0.3))
+    assert (run.verdict == ABSENT).sum() > 0
+
+
+def test_split_fleets_act_alike(loop):
+    pair = (
+        Replicas(profile="h100-bf16-14b", phase="prefill", count=2),
+        Replicas(profile="a100-bf16-14b", phase="decode", count=3),
+    )
+    case = build(scenario(1).model_copy(update={"fleet": pair}), 15.0, 9)
+    assert_alike(loop, case, policy_named("round_robin"))
+
+
+def test_what_it_does_not_know_it_refuses(loop):
+    dying = build(scenario(1, n=50, failures=(Failure(replica=0, at=0.5),)), 10.0, 1)
+    assert not supports(dying, policy_named("best_fit"))
+    with pytest.raises(ValueError, match="does not know"):
+        loop.run(dying, policy_named("best_fit"))
+    with pytest.raises(ConfigError):
+        policy_named("nonsense")
