@@ -141,12 +141,18 @@ def outage(seconds: float) -> None:
             round(used),
             f"{used / (4e3 + 1e3 * seconds):.2f}",
         )
-        on = [t for g in run.gateways for t, is_away in g["signals"] if is_away]
-        off = [t for g in run.gateways for t, is_away in g["signals"] if not is_away and t > killed]
+        on = [
+            next((t for t, is_away in g["signals"] if is_away and t > killed - 0.1), float("inf"))
+            for g in run.gateways
+        ]
+        off = [
+            next((t for t, is_away in g["signals"] if not is_away and t > killed), float("inf"))
+            for g in run.gateways
+        ]
         line(
             "  signal on / off after, ms (slowest)",
-            round(1e3 * (max(on, default=0.0) - killed)),
-            round(1e3 * (max(off, default=0.0) - back)),
+            f"{1e3 * (max(on, default=0.0) - killed):.0f}",
+            f"{1e3 * (max(off, default=0.0) - back):.0f}",
         )
         waited = max(s.waited or 0.0 for s in run.admitted if not s.held)
         line("  longest wait for the store, ms", round(1e3 * waited))

@@ -35,7 +35,10 @@ class Refusal:
 
 
 class AdmissionControl:
-    """Tenants, classes and the order in which a request is checked."""
+    """Tenants, classes and the order in which a request is checked.
+
+    Days begin at `midnight`, a time on the clock of `now`.
+    """
 
     def __init__(
         self,
@@ -45,10 +48,12 @@ class AdmissionControl:
         classes: Sequence[SloClass],
         now: float,
         overload_target: float = 0.0,
+        midnight: float = 0.0,
     ) -> None:
         self.gate = Gate(overload_target)
         self._chains = Chains()
         self._state = state
+        self._midnight = midnight
         self._estimator = estimator
         self._accounts: dict[str, Account] = {}
         self._order = 0
@@ -66,7 +71,7 @@ class AdmissionControl:
         for tenant in tenants:
             account = self._accounts.get(tenant.name)
             if account is None:
-                account = Account(tenant, now)
+                account = Account(tenant, now, self._midnight)
             else:
                 account.rescale(tenant, now)
             accounts[tenant.name] = account

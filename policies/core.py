@@ -75,6 +75,7 @@ class DecisionCore:
         classes: Sequence[SloClass],
         options: CoreOptions,
         now: float = 0.0,
+        midnight: float = 0.0,
     ) -> None:
         self.options = options
         self.estimator = estimator
@@ -85,7 +86,7 @@ class DecisionCore:
         self.state = FleetState(fleet, hold=options.hold)
         estimator.bind(fleet, self.state.routes)
         self.admission = AdmissionControl(
-            self.state, estimator, tenants, classes, now, options.overload_target
+            self.state, estimator, tenants, classes, now, options.overload_target, midnight
         )
         self._chooser = Chooser(self.state, estimator, scorer, fallback, options)
         self._now = now

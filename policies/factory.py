@@ -91,10 +91,12 @@ def build_core(
     tenants: Sequence[Tenant],
     classes: Sequence[SloClass],
     now: float = 0.0,
+    midnight: float = 0.0,
 ) -> DecisionCore:
     """A fresh decision core; gateway and training both start here.
 
-    `now` is the shell's clock. The fallback policy is best-fit with its defaults.
+    `now` is the shell's clock, `midnight` any UTC midnight on it: daily quotas begin there. The
+    fallback policy is best-fit with its defaults.
     """
     options = CoreOptions(
         hold=config.hold,
@@ -119,6 +121,7 @@ def build_core(
         classes=classes,
         options=options,
         now=now,
+        midnight=midnight,
     )
 
 

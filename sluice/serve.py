@@ -128,6 +128,7 @@ async def gateway_of(settings: Settings) -> AsyncIterator[Any]:
     Raises: ConfigError if a part cannot be built.
     """
     from gateway.app import Parts, running
+    from policies.bucket import DAY
     from policies.factory import build_core, warm
     from predictors.factory import build_estimator
     from predictors.tokens import TokenRatio
@@ -149,6 +150,7 @@ async def gateway_of(settings: Settings) -> AsyncIterator[Any]:
         await warming
         _log.info("fleet and kernels ready after %.1f s", time.monotonic() - began)
         now = time.monotonic()
+        midnight = now - time.time() % DAY
         core = build_core(
             settings.policy,
             fleet=fleet.spec,
@@ -156,6 +158,7 @@ async def gateway_of(settings: Settings) -> AsyncIterator[Any]:
             tenants=tenants,
             classes=classes,
             now=now,
+            midnight=midnight,
         )
         tokens = TokenRatio()
         parts = Parts(
@@ -172,7 +175,7 @@ async def gateway_of(settings: Settings) -> AsyncIterator[Any]:
             timeouts=settings.timeouts,
             monitor=settings.monitor,
             logs=settings.logs,
-            event_header=event_header(settings, fleet.spec, tenants, now),
+            event_header=event_header(settings, fleet.spec, tenants, now, midnight),
         )
         gateway = await stack.enter_async_context(running(parts))
         children.watcher = gateway.shell
@@ -333,7 +336,7 @@ def route_names(fleet: Any) -> tuple[str, ...]:
 
 
 def event_header(
-    settings: Settings, fleet: Any, tenants: Sequence[Tenant], now: float
+    settings: Settings, fleet: Any, tenants: Sequence[Tenant], now: float, midnight: float
 ) -> dict[str, Any]:
     """What a fresh core is built from: no keys."""
     import msgspec
@@ -345,6 +348,7 @@ def event_header(
         "tenants": msgspec.to_builtins(tenants),
         "classes": msgspec.to_builtins([c.slo_class(n) for n, c in settings.classes.items()]),
         "now": now,
+        "midnight": midnight,
     }
 
 

@@ -2,13 +2,14 @@
 -- here must change there. Loaded in front of every verb, after clock.lua. Touches no key by itself.
 --
 -- A quota comes as {name, rate, burst, requests, width, concurrency, daily tokens, daily cost};
--- -1 stands for "no such limit". A hint is {level, used today, spent today}, -1 where unknown: what
--- a gateway last saw, from which a meter is made that the server has lost.
+-- -1 stands for "no such limit". A hint is {level (refilled since, beyond the burst), used today, spent
+-- today, 1 if known}: what a gateway last saw, from which a meter is made that the server has lost.
 -- State, one msgpack array per field of the tenant's hash:
 local RATE, BURST, LEVEL, AT, RUNNING = 1, 2, 3, 4, 5
 local DAY, USED, COST_DAY, COST = 6, 7, 8, 9
 local WIDTH, LIMIT, SLOT, TOTAL, COUNTS, SPENT = 10, 11, 12, 13, 14, 15
 local BORN, BORN_AT = 16, 17 -- the level the bucket was made with, and when
+local OVERFLOW, OVERFLOW_END = 18, 19 -- tokens that found the bucket full, and until when they did
 local STEP, SLACK, DAY_LENGTH, SLOTS = 1.0, 1e-6, 86400.0, 60
 local SIZE = SLOTS + 1
 local OPEN, EXPIRED, DONE = 0, 1, 2
@@ -22,7 +23,11 @@ end
 local function refill(s, now)
   local elapsed = now - s[AT]
   if elapsed > 0 then
-    s[LEVEL] = math.min(s[LEVEL] + elapsed * s[RATE], s[BURST])
+    local level = s[LEVEL] + elapsed * s[RATE]
+    if level > s[BURST] then
+      s[OVERFLOW], s[OVERFLOW_END] = s[OVERFLOW] + level - s[BURST], now
+    end
+    s[LEVEL] = math.min(level, s[BURST])
     s[AT] = now
   elseif elapsed < -STEP then
     s[AT] = now
@@ -136,7 +141,7 @@ end
 -- the whole meter
 
 local function blank(now)
-  return {-1, 0, 0, now, 0, day_of(now), 0, day_of(now), 0, -1, 0, 0, 0, {}, 0, 0, now}
+  return {-1, 0, 0, now, 0, day_of(now), 0, day_of(now), 0, -1, 0, 0, 0, {}, 0, 0, now, 0, now}
 end
 
 -- A meter fitted to its quota: made from the hint if `packed` is false, rescaled if limits changed.
@@ -148,8 +153,9 @@ local function fitted(packed, quota, hint, now)
       local seen = hint and hint[1] or -1
       local known = hint and hint[4] == 1
       s[RATE], s[BURST], s[AT] = rate, burst, now
-      s[LEVEL] = known and math.min(math.max(seen, -burst), burst) or burst
-      s[BORN], s[BORN_AT] = s[LEVEL], now
+      s[BORN], s[BORN_AT] = known and math.max(seen, -burst) or burst, now
+      s[LEVEL] = math.min(s[BORN], burst)
+      s[OVERFLOW], s[OVERFLOW_END] = s[BORN] - s[LEVEL], now
     elseif s[RATE] ~= rate or s[BURST] ~= burst then
       refill(s, now)
       s[LEVEL] = s[BURST] > 0 and s[LEVEL] * burst / s[BURST] or 0
@@ -221,13 +227,23 @@ local function give_back(s, quota, back, cost_back, at, now)
   if quota[8] >= 0 then daily_settle(s, COST_DAY, COST, cost_back, at, now) end
 end
 
+-- Charge what was spent between `since` and now: first against what the full bucket had to turn away
+-- in that time, as if the two had come together, then against its level.
+local function charge_late(s, spent, since, now)
+  refill(s, now)
+  local turned_away = math.min(s[OVERFLOW], s[RATE] * math.max(s[OVERFLOW_END] - since, 0))
+  local covered = math.min(math.max(spent, 0), turned_away)
+  s[OVERFLOW] = s[OVERFLOW] - covered
+  bucket_settle(s, covered - spent, now)
+end
+
 -- Another gateway saw a lower level before the store came back empty than the one the meter was made
 -- with: what it knows of was charged before that.
-local function heard_lower(s, quota, hint, now)
+local function heard_lower(s, quota, hint, since, now)
   if quota[2] < 0 or hint[4] ~= 1 then return end
-  local made = math.min(s[BORN] + (now - s[BORN_AT]) * s[RATE], s[BURST])
+  local made = s[BORN] + (now - s[BORN_AT]) * s[RATE]
   if hint[1] < made then
-    bucket_settle(s, hint[1] - made, now)
+    charge_late(s, made - hint[1], since, now)
     s[BORN], s[BORN_AT] = hint[1], now
   end
 end

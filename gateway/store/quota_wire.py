@@ -28,10 +28,14 @@ class Seen:
     at: float | None = None
 
     def hint(self, now: float) -> tuple[float, float, float, int]:
-        """(level now, used today, spent today, 1 if anything was ever seen)."""
+        """(level refilled until now, used today, spent today, 1 if anything was ever seen).
+
+        The level is not cut at the burst: what a full bucket turned away during an outage covers
+        what was spent during it.
+        """
         if self.at is None:
             return (0.0, 0.0, 0.0, 0)
-        level = min(self.burst, self.level + max(now - self.at, 0.0) * self.rate)
+        level = self.level + max(now - self.at, 0.0) * self.rate
         return (level, self.used, self.cost, 1)
 
 

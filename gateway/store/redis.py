@@ -160,6 +160,7 @@ class _Outage(NamedTuple):
     """What is to be charged for one outage, under the id that makes it be charged once."""
 
     id: str
+    since: float
     tallies: dict[str, _Tally]
 
 
@@ -251,7 +252,7 @@ class RedisStore:
         self._held: dict[str, _Held] = {}
         self._unsettled: list[_End] = []
         self._heard: tuple[tuple[float, float, float], ...] = ()
-        self._heard_at = clock()
+        self._heard_at = self._away_since = clock()
         self._pushing = False
         self._group: asyncio.TaskGroup | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -628,6 +629,7 @@ class RedisStore:
 
     def _went_away(self) -> None:
         self.counts.outages += 1
+        self._away_since = self._clock()
         self._pushing = False
         if self._signal is not None:
             self._signal(True)
@@ -696,7 +698,7 @@ class RedisStore:
         for name, state in self._tenants.items():
             if state.paths.all_seen:
                 id_ = f"outage:{self._gateway.decode()}:{self._boot}:{self.counts.outages}"
-                state.uncharged.append(_Outage(id_, state.tallies))
+                state.uncharged.append(_Outage(id_, self._away_since, state.tallies))
                 state.tallies = {}
             uncharged, state.uncharged = state.uncharged, []
             for outage in uncharged:
@@ -736,6 +738,7 @@ class RedisStore:
             encode(away),
             state.epoch.encode(),
             self._new_epoch(),
+            repr(max(now - outage.since, 0.0)).encode(),
         )
 
         def done(reply: Reply) -> None:
