@@ -965,6 +965,7 @@ def supports(case: Case, policy: PolicyConfig) -> bool:
         and scenario.length_sigma is not None
         and not len(trace.blocks)
         and policy.hold
+        and policy.overload_target == 0.0
         and bool(most <= min(min(p.max_context, p.kv_capacity - sim.PAGE) for p in profiles))
     )
 

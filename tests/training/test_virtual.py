@@ -62,7 +62,7 @@ def test_every_request_has_one_outcome(policy, delay):
     sent = np.isfinite(run.sent)
     assert np.all(run.sent[sent] >= run.arrival[sent])
     served = np.isfinite(run.last)
-    assert served.sum() > 50
+    assert served.sum() > 30
     assert np.all(run.first[served] > run.sent[served])
     assert np.all(run.last[served] >= run.first[served])
 
@@ -88,9 +88,9 @@ def test_a_dead_replica_loses_its_streams_and_others_take_over():
 
 
 def test_two_gateways_share_a_fleet():
-    case = build(scenario(400, gateways=2), 20.0, 4)
+    case = build(scenario(400, gateways=2), 8.0, 4)
     run = run_live(case, policy_named("best_fit"))
-    assert np.isfinite(run.last).sum() > 300
+    assert np.isfinite(run.last).sum() > 250
     assert set(run.replica.tolist()) == {0, 1, 2}
 
 
