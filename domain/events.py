@@ -172,6 +172,14 @@ class ModelSwapped:
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyChanged:
+    """Another policy, as the JSON of its configuration. What the old one learned stays with it."""
+
+    at: float
+    config: str
+
+
+@dataclass(frozen=True, slots=True)
 class ScorerLate:
     """The shell measured a decision beyond its budget; the default policy decides for a while."""
 
@@ -209,6 +217,7 @@ Event = (
     | Tick
     | Draining
     | ForeignLoad
+    | PolicyChanged
 )
 
 # ---- actions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 from domain.columns import (
@@ -20,7 +20,7 @@ from domain.events import Commit, Committed, Settle
 from domain.fleet import FleetSpec
 from domain.length import LengthDistribution
 from domain.outcome import Outcome
-from domain.request import InferenceRequest
+from domain.request import InferenceRequest, Tenant
 
 Kernel = Callable[
     [Params, RequestColumns, FleetColumns, Routes, EstimateColumns, Mask, Draws, float, Scores],
@@ -124,6 +124,9 @@ class Store(Protocol):
 
     def settle(self, action: Settle, now: float) -> None:
         """Give back what was reserved and not used."""
+
+    def reload(self, tenants: Mapping[str, Tenant]) -> None:
+        """Take other quotas; tenants are matched by name, levels are kept."""
 
 
 RouteMask = Bools

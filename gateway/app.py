@@ -85,6 +85,7 @@ class Gateway:
     app: FastAPI
     metrics: Metrics
     log: DecisionLog
+    monitor: Monitor
 
     @property
     def url(self) -> str:
@@ -130,9 +131,8 @@ async def running(parts: Parts) -> AsyncIterator[Gateway]:
             lambda: (shell.replicas, parts.core.columns),
         )
         shell.start(await stack.enter_async_context(parts.open_store(ports)))
-        await stack.enter_async_context(
-            Monitor(parts.fleet.targets, shell, _pace(parts.monitor)).watching()
-        )
+        monitor = Monitor(parts.fleet.targets, shell, _pace(parts.monitor))
+        await stack.enter_async_context(monitor.watching())
         plane = Plane(dispatcher=shell, parser=RequestParser())
         admin_hash = parts.server.admin_key_hash
         desk = Desk(
@@ -152,7 +152,9 @@ async def running(parts: Parts) -> AsyncIterator[Gateway]:
             server.listening(parts.server.host, parts.server.port, grace=grace)
         )
         stack.push_async_callback(shell.drain, grace)
-        yield Gateway(host=host, port=port, shell=shell, app=app, metrics=metrics, log=log)
+        yield Gateway(
+            host=host, port=port, shell=shell, app=app, metrics=metrics, log=log, monitor=monitor
+        )
 
 
 def create_app(desk: Desk, plane: Plane) -> FastAPI:

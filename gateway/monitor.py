@@ -67,19 +67,30 @@ class Monitor:
         self._watcher = watcher
         self._pace = pace
         self._clock = clock
+        self._tasks: asyncio.TaskGroup | None = None
+        self._polls: list[asyncio.Task[None]] = []
+
+    def add(self, target: Target) -> None:
+        """Watch one more replica, the next by number; inside `watching` only."""
+        if self._tasks is None:
+            raise RuntimeError("nothing is being watched; enter `watching` first")
+        watch = self._watch(len(self._targets), target)
+        self._targets.append(target)
+        self._polls.append(self._tasks.create_task(watch, name=f"monitor {target.url}"))
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """Poll inside the `async with`."""
         async with asyncio.TaskGroup() as tasks:
-            polls = [
-                tasks.create_task(self._watch(i, target), name=f"monitor {target.url}")
-                for i, target in enumerate(self._targets)
-            ]
+            self._tasks = tasks
+            targets, self._targets = self._targets, []
+            for target in targets:
+                self.add(target)
             try:
                 yield
             finally:
-                for poll in polls:
+                self._tasks = None
+                for poll in self._polls:
                     poll.cancel()
 
     async def _watch(self, replica: int, target: Target) -> None:

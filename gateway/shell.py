@@ -36,11 +36,14 @@ from domain.events import (
     ClientGone,
     Commit,
     Committed,
+    ConfigReloaded,
     Draining,
     Event,
     FirstToken,
+    FleetChanged,
     ForeignLoad,
     Hold,
+    PolicyChanged,
     Progress,
     Reading,
     Reason,
@@ -54,7 +57,7 @@ from domain.fleet import FleetSpec
 from domain.outcome import Cause, Outcome, Usage, UsageSource
 from domain.ports import Store
 from domain.records import decision_record
-from domain.request import InferenceRequest
+from domain.request import InferenceRequest, Tenant
 from gateway.decision_log import DecisionLog, Record
 from gateway.error_map import refusal
 from gateway.event_log import EventLog
@@ -81,6 +84,10 @@ _log = logging.getLogger(__name__)
 
 class Core(Protocol):
     """What the shell asks of `policies.core.DecisionCore`."""
+
+    @property
+    def fleet(self) -> FleetSpec:
+        """The fleet in force; replicas that left keep their index."""
 
     @property
     def columns(self) -> FleetColumns:
@@ -113,6 +120,8 @@ class Seat:
     ask_usage: bool = True
     healthy: bool = True
     drained: bool = False
+    removed: bool = False
+    """The config names it no more; it keeps its place until the process ends."""
     told_usable: bool = True
     running: int = 0
     load: Load = field(default_factory=Load)
@@ -121,11 +130,14 @@ class Seat:
     @property
     def usable(self) -> bool:
         """Whether a request may be sent."""
-        return self.healthy and not self.drained and self.breaker.admits()
+        serving = not (self.drained or self.removed)
+        return self.healthy and serving and self.breaker.admits()
 
     @property
     def why(self) -> str:
         """Why it is not usable."""
+        if self.removed:
+            return "removed"
         if self.drained:
             return "drained"
         return self.breaker.state.value if self.healthy else "unhealthy"
@@ -168,13 +180,8 @@ class Shell:
         self._core = core
         self._store: Store = MemoryStore()
         self._degraded = False
-        self._fleet = fleet
         self._seats = list(seats)
-        self._routes = routes
-        self._replicas = tuple(r.name for r in fleet.replicas)
-        self._variants = tuple(v.name for v in fleet.variants)
-        self._variant_of = {r.name: fleet.variant(r.variant) for r in fleet.replicas}
-        self._headers = [_name_headers(r.name, r.variant) for r in fleet.replicas]
+        self._take_fleet(fleet, routes)
         self._intake = intake
         self._timeouts = timeouts
         self._log = log
@@ -207,6 +214,16 @@ class Shell:
     def queued(self) -> int:
         """Open requests that are at no replica."""
         return sum(1 for p in self._open.values() if p.send is None)
+
+    @property
+    def intake(self) -> Intake:
+        """How requests are read."""
+        return self._intake
+
+    @property
+    def store(self) -> Store:
+        """Whom reservations and bookings are agreed with."""
+        return self._store
 
     @property
     def seats(self) -> Sequence[Seat]:
@@ -338,6 +355,48 @@ class Shell:
         """Send nothing new to a replica, or send again."""
         self._seats[replica].drained = drained
         self._check(replica)
+
+    def reload(
+        self,
+        *,
+        fleet: FleetSpec,
+        seats: Sequence[Seat],
+        route_names: Callable[[FleetSpec], tuple[str, ...]],
+        intake: Intake,
+        tenants: Sequence[Tenant],
+        timeouts: Timeouts,
+        policy: str | None,
+    ) -> None:
+        """Take another config (DESIGN section 10): `fleet` as it is now wanted, `seats` of replicas
+        that were not there before, in the fleet's order, `policy` where it is another.
+
+        Replicas that are not wanted any more drain; they keep their index. Waiting requests are
+        checked again, bucket levels stay, a bad part has been refused before this is called.
+        """
+        self._intake, self._timeouts = intake, timeouts
+        now = self._at(self._clock())
+        if policy is not None:
+            self._feed(PolicyChanged(now, policy))
+        wanted = {r.name for r in fleet.replicas}
+        for seat in self._seats:
+            seat.removed = seat.name not in wanted
+            if seat.removed:
+                seat.told_usable = False  # `FleetChanged` says so
+        self._seats.extend(seats)
+        self._feed(FleetChanged(now, fleet))
+        self._take_fleet(self._core.fleet, route_names(self._core.fleet))
+        classes = tuple(intake.classes.values())
+        self._feed(ConfigReloaded(now, tuple(tenants), classes))
+        for i in range(len(self._seats)):
+            self._check(i)
+
+    def _take_fleet(self, fleet: FleetSpec, routes: tuple[str, ...]) -> None:
+        """Names and headers of a fleet."""
+        self._fleet, self._routes = fleet, routes
+        self._replicas = tuple(r.name for r in fleet.replicas)
+        self._variants = tuple(v.name for v in fleet.variants)
+        self._variant_of = {r.name: fleet.variant(r.variant) for r in fleet.replicas}
+        self._headers = [_name_headers(r.name, r.variant) for r in fleet.replicas]
 
     async def drain(self, grace: float) -> None:
         """Take nothing new, refuse what waits, and wait for what runs, at most `grace` seconds."""

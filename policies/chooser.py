@@ -153,6 +153,13 @@ class Chooser:
         """Let the fallback decide until then."""
         self._late_until = until
 
+    def change(self, scorer: Scorer, options: CoreOptions) -> None:
+        """Let another scorer decide from now on; the counter of draws goes on."""
+        if options.candidates != self._options.candidates:
+            self._leading = np.zeros((max(options.candidates, 1), 6))
+        self._options = options
+        self._policy = _Policy(scorer, self._state.columns, self._state.routes)
+
     def rebind(self) -> None:
         """The fleet changed: its routes have other columns."""
         self._blocks.clear()

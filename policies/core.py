@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any
 
+import numpy as np
+
 from domain.columns import FleetColumns, Routes
 from domain.events import (
     Abort,
@@ -38,6 +40,7 @@ from domain.events import (
     ForeignLoad,
     Hold,
     ModelSwapped,
+    PolicyChanged,
     Progress,
     Reading,
     Reason,
@@ -76,6 +79,8 @@ class DecisionCore:
         options: CoreOptions,
         now: float = 0.0,
         midnight: float = 0.0,
+        policies: Callable[[str], tuple[Scorer, CoreOptions]] | None = None,
+        policy: str = "",
     ) -> None:
         self.options = options
         self.estimator = estimator
@@ -94,6 +99,8 @@ class DecisionCore:
         self._sent = 0.0
         self._retries = 0.0
         self._draining = False
+        self._policies = policies
+        self._known = {policy: scorer}
         self._on: dict[type, Callable[[Any], list[Action]]] = {
             Arrived: self._arrived,
             Committed: self._committed,
@@ -108,6 +115,7 @@ class DecisionCore:
             ConfigReloaded: self._config_reloaded,
             ModelSwapped: self._nothing,
             ScorerLate: self._scorer_late,
+            PolicyChanged: self._policy_changed,
             Tick: self._tick,
             Draining: self._drain,
         }
@@ -516,20 +524,44 @@ class DecisionCore:
         self.state.change(event.fleet)
         self.estimator.bind(self.state.spec, self.state.routes)
         self._chooser.rebind()
+        nowhere = np.zeros(len(self.state.decode), np.bool_)
         actions: list[Action] = []
-        for entry in list(self.queue.oldest(len(self.queue))):
-            self.queue.remove(entry)
+        for entry in list(self.open.values()):
             allowed = self.state.by_model.get(entry.request.model)
-            if allowed is None:
-                actions += self._shed(entry, Reason.UNKNOWN_MODEL, self._now)
-                continue
-            entry.allowed = allowed
             entry.excluded.clear()
-            self.queue.push(entry)
+            entry.allowed = nowhere if allowed is None else allowed
+            if entry.ticket:
+                self.queue.remove(entry)
+                if allowed is None:
+                    actions += self._shed(entry, Reason.UNKNOWN_MODEL, self._now)
+                else:
+                    self.queue.push(entry)
         return actions + self._release(self._now)
 
     def _config_reloaded(self, event: ConfigReloaded) -> list[Action]:
+        """Take other tenants and classes; requests that wait are checked against the new rights."""
         self.admission.configure(event.tenants, event.classes, self._now)
+        actions: list[Action] = []
+        for entry in list(self.queue.oldest(len(self.queue))):
+            account = self.admission.account(entry.request.tenant)
+            rights = account.tenant.models if account is not None else frozenset()
+            if rights is not None and entry.request.model not in rights:
+                actions += self._shed(entry, Reason.FORBIDDEN, self._now)
+        return actions + self._release(self._now)
+
+    def _policy_changed(self, event: PolicyChanged) -> list[Action]:
+        """Let another policy decide from now on; one that was here before comes back as it was.
+
+        Windows stay as they are: `hold` belongs to the fleet's state.
+        """
+        if self._policies is None:
+            raise ValueError("this core was built without a way to make policies")
+        scorer, options = self._policies(event.config)
+        scorer = self._known.setdefault(event.config, scorer)
+        self.options = options
+        self._chooser.change(scorer, options)
+        self.queue.change(options.k_best, options.fairness, options.alpha_max)
+        self.admission.gate.target = options.overload_target
         return self._release(self._now)
 
     def _scorer_late(self, event: ScorerLate) -> list[Action]:

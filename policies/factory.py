@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pydantic import TypeAdapter
+
 from domain.events import (
     Action,
     Arrived,
@@ -98,7 +100,24 @@ def build_core(
     `now` is the shell's clock, `midnight` any UTC midnight on it: daily quotas begin there. The
     fallback policy is best-fit with its defaults.
     """
-    options = CoreOptions(
+    return DecisionCore(
+        fleet=fleet,
+        estimator=estimator,
+        scorer=build_scorer(config),
+        fallback=build_scorer(BestFitPolicy()),
+        tenants=tenants,
+        classes=classes,
+        options=core_options(config),
+        now=now,
+        midnight=midnight,
+        policies=policy_of,
+        policy=config.model_dump_json(),
+    )
+
+
+def core_options(config: PolicyConfig) -> CoreOptions:
+    """How a core decides around that policy's scorer."""
+    return CoreOptions(
         hold=config.hold,
         shed_below=config.shed_below,
         overload_target=config.overload_target,
@@ -112,17 +131,12 @@ def build_core(
         candidates=config.log_candidates,
         seed=config.seed,
     )
-    return DecisionCore(
-        fleet=fleet,
-        estimator=estimator,
-        scorer=build_scorer(config),
-        fallback=build_scorer(BestFitPolicy()),
-        tenants=tenants,
-        classes=classes,
-        options=options,
-        now=now,
-        midnight=midnight,
-    )
+
+
+def policy_of(text: str) -> tuple[Scorer, CoreOptions]:
+    """Scorer and options of a policy's configuration as JSON."""
+    config: PolicyConfig = TypeAdapter(PolicyConfig).validate_json(text)
+    return build_scorer(config), core_options(config)
 
 
 def warm(config: PolicyConfig, estimator: Estimator) -> None:

@@ -108,7 +108,8 @@ class Gate:
     """
 
     def __init__(self, target: float) -> None:
-        self._target = target
+        self.target = target
+        """Shortfall that is tolerated; 0: the gate is open."""
         self._classes: dict[str, _Class] = {}
         self._steps = 0
         self._integral = 0.0
@@ -143,7 +144,7 @@ class Gate:
         self, request: InferenceRequest, slo_class: SloClass, weight: float, now: float
     ) -> float | None:
         """Seconds after which to come back if the request is refused, None if it may pass."""
-        if self._target <= 0.0:
+        if self.target <= 0.0:
             return None
         self._update(now)
         if self.level <= 0.0 and not self._tickets:
@@ -181,7 +182,7 @@ class Gate:
 
     def admitted(self, tenant: str, weight: float, name: str, work: float, now: float) -> None:
         """A request of this class and `work` predicted seconds of service passed."""
-        if self._target <= 0.0:
+        if self.target <= 0.0:
             return
         self._offer(tenant, weight, work, now)
         self._work[tenant] = work + 0.9 * (self._work.get(tenant, work) - work)
@@ -217,9 +218,9 @@ class Gate:
             seen = known.decisions.value(now) + PRIOR
             height = 0.0 if known.step is None else (known.step + 1.0) / self._steps
             worst = max(worst, (1.0 + height) * known.shortfall.value(now) / seen)
-        over = worst - self._target
+        over = worst - self.target
         most = 2.0 * self._steps
-        step = KI * min(max(over / self._target, -1.0), 1.0) * min(elapsed, 1.0)
+        step = KI * min(max(over / self.target, -1.0), 1.0) * min(elapsed, 1.0)
         self._integral = min(max(self._integral + step, 0.0), most)
         self.level = min(self._integral + KP * max(over, 0.0), most)
         self._capacity *= exp(-min(elapsed, CAPACITY_MEMORY) / CAPACITY_MEMORY)

@@ -62,6 +62,10 @@ class WaitingRoom:
         self.least_prompt = inf
         """No waiting prompt has fewer tokens; a lower bound, exact after each time it was empty."""
 
+    def change(self, k_best: int, fairness: float, alpha_max: float) -> None:
+        """Rank with other weights from now on."""
+        self._k, self._fairness, self._alpha_max = k_best, fairness, alpha_max
+
     def __len__(self) -> int:
         return len(self._ordered)
 

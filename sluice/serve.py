@@ -11,9 +11,10 @@ import signal
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -29,8 +30,8 @@ from gateway.config import (
     VariantConfig,
 )
 from gateway.fleet import Place, opened, who_is
-from gateway.tenants import key_table
 from sluice.cli import DONE
+from sluice.reload import Door, Reloader
 from sluice.settings import Settings, load
 
 if TYPE_CHECKING:
@@ -74,7 +75,11 @@ def run(args: Namespace) -> int:
     if given:
         server = ServerConfig.model_validate(settings.server.model_dump() | given)
         settings = settings.model_copy(update={"server": server})
-    run_loop(serve_until_signalled(settings, lambda gateway: _announce(gateway, args.json)))
+    run_loop(
+        serve_until_signalled(
+            settings, lambda gateway: _announce(gateway, args.json), args.config, given
+        )
+    )
     return DONE
 
 
@@ -89,8 +94,17 @@ def run_loop(main: Any) -> None:
             runner.run(main)
 
 
-async def serve_until_signalled(settings: Settings, announce: Callable[[Any], None]) -> None:
-    """Serve; SIGINT or SIGTERM drains and ends it, or ends the start-up if that is not over."""
+async def serve_until_signalled(
+    settings: Settings,
+    announce: Callable[[Any], None],
+    config: Path | None = None,
+    given: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Serve; SIGINT or SIGTERM drains and ends it, or ends the start-up if that is not over.
+
+    `config` is the file that SIGHUP, or a change of it, has read again; `given` are settings of the
+    server that the command line puts over the file's.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -101,7 +115,7 @@ async def serve_until_signalled(settings: Settings, announce: Callable[[Any], No
         started.set()
         announce(gateway)
 
-    serving = asyncio.ensure_future(_serve(settings, ready, stop))
+    serving = asyncio.ensure_future(_serve(settings, ready, stop, config, given))
     waiting = asyncio.ensure_future(stop.wait())
     await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
@@ -111,13 +125,28 @@ async def serve_until_signalled(settings: Settings, announce: Callable[[Any], No
         await serving
 
 
-async def _serve(settings: Settings, ready: Callable[[Any], None], stop: asyncio.Event) -> None:
-    async with gateway_of(settings) as gateway:
+async def _serve(
+    settings: Settings,
+    ready: Callable[[Any], None],
+    stop: asyncio.Event,
+    config: Path | None,
+    given: Mapping[str, Any],
+) -> None:
+    async with reloadable(settings) as reloader, asyncio.TaskGroup() as tasks:
+        gateway = reloader.gateway
         gc.collect()
         gc.freeze()  # what was built so far lives as long as the process: never scan it again
         gc.set_threshold(50_000, 20, 50)  # requests leave no cycles; young ones are cheap to keep
         ready(gateway)
+        watch = None
+        if config is not None:
+            reloader.given = given
+            watch = tasks.create_task(reloader.watching(config))
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGHUP, reloader.wake.set)
         await stop.wait()
+        if watch is not None:
+            watch.cancel()
         _log.info("draining; a second signal is not needed")
 
 
@@ -127,14 +156,24 @@ async def gateway_of(settings: Settings) -> AsyncIterator[Any]:
 
     Raises: ConfigError if a part cannot be built.
     """
+    async with reloadable(settings) as reloader:
+        yield reloader.gateway
+
+
+@contextlib.asynccontextmanager
+async def reloadable(settings: Settings) -> AsyncIterator[Reloader]:
+    """Everything that the settings name, running, and what takes other settings into it.
+
+    Raises: ConfigError if a part cannot be built.
+    """
     from gateway.app import Parts, running
     from policies.bucket import DAY
     from policies.factory import build_core, warm
     from predictors.factory import build_estimator
     from predictors.tokens import TokenRatio
 
-    table = key_table(settings.tenants)
-    tenants = table.tenants or (table.identify(None).tenant,)
+    door = Door(settings)
+    tenants = door.tenants
     classes = [c.slo_class(name) for name, c in settings.classes.items()]
     async with contextlib.AsyncExitStack() as stack:
         # A core of its own is warmed, while the fleet starts: what it learns there must not reach
@@ -166,7 +205,7 @@ async def gateway_of(settings: Settings) -> AsyncIterator[Any]:
             open_store=open_store(settings.store, tenants),
             fleet=fleet,
             routes=route_names(fleet.spec),
-            identify=table.identify,
+            identify=door.identify,
             classes=classes,
             default_class=settings.default_class,
             estimate=tokens.estimate,
@@ -179,7 +218,11 @@ async def gateway_of(settings: Settings) -> AsyncIterator[Any]:
         )
         gateway = await stack.enter_async_context(running(parts))
         children.watcher = gateway.shell
-        yield gateway
+
+        async def warmed(changed: Settings) -> None:
+            await asyncio.to_thread(warm, changed.policy, build_estimator(changed.predictors))
+
+        yield Reloader(gateway, settings, door, stack, route_names, warmed)
 
 
 class Children:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from domain.events import Commit, Committed, Settle
 from domain.ports import Store
+from domain.request import Tenant
 
 
 class MemoryStore:
@@ -20,6 +23,9 @@ class MemoryStore:
 
     def settle(self, action: Settle, now: float) -> None:
         """Nothing to give back: the core's accounts have done it."""
+
+    def reload(self, tenants: Mapping[str, Tenant]) -> None:
+        """Nothing to take: the core's accounts have done it."""
 
 
 _conforms: type[Store] = MemoryStore
