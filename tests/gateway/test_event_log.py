@@ -18,6 +18,7 @@ from domain.events import (
     ForeignLoad,
     Hold,
     ModelSwapped,
+    PolicyChanged,
     Progress,
     Reading,
     Reason,
@@ -52,6 +53,7 @@ EVENTS = [
     Tick(3.0),
     Draining(4.0),
     ForeignLoad(4.1, (1.0,), (512.0,), (0.0,)),
+    PolicyChanged(2.0, '{"kind":"round_robin"}'),
 ]
 
 
