@@ -13,8 +13,9 @@ model that starts to answer longer moves at once, without a new fit. On the bins
 its exposure and no event, which is a Poisson likelihood with offset (Friedman, "Piecewise
 exponential models for survival data with covariates", Ann. Statist. 1982).
 
-Features of the trees: the dense part of the request's vector, scores of kernel ridge regressions
-over text embedding and dense numbers, what the model's name says, the shape of S_m, and k.
+Features of the trees: scores of kernel ridge regressions over text embedding and dense numbers,
+what the model's name says, the shape of S_m, and k. The dense numbers reach the trees through the
+kernel only: with a few hundred distinct prompts trees would learn those by heart.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class LengthGbdt:
             self._low = np.asarray(arrays["range_low"], np.float64)
             self._high = np.asarray(arrays["range_high"], np.float64)
             self._check_shapes()
+            self._norms = (self._kernel.landmarks**2).sum(-1)
         except (KeyError, ShapeError, ValueError, TypeError, IndexError) as exc:
             raise ArtifactError(f"length artifact does not fit together: {exc}") from exc
 
@@ -135,29 +137,18 @@ class LengthGbdt:
 
     def scores(self, features: Floats) -> Floats:
         """Kernel regressions of one request, (S,): expected rank of its length as a z value."""
-        embedding = self._text.embed(features)
         kernel = self._kernel
-        out = np.zeros(kernel.alpha.shape[1])
-        _score(
-            features,
-            embedding,
-            kernel.mean,
-            kernel.std,
-            kernel.landmarks,
-            kernel.alpha,
-            1.0 / (2.0 * kernel.width**2),
-            out,
-        )
-        return out
+        position = kernel.position(features[:DENSE_SIZE], self._text.embed(features))
+        squared = self._norms + position @ position - 2.0 * (kernel.landmarks @ position)
+        found: Floats = np.exp(squared / (-2.0 * kernel.width**2)) @ kernel.alpha
+        return found
 
     def factors(self, features: Floats, model: str, own: LengthDistribution) -> Floats:
         """exp(f_k), (STRETCHES,)."""
         row = np.empty(self._row_size)
-        row[:DENSE_SIZE] = features[:DENSE_SIZE]
-        at = DENSE_SIZE
         scores = self.scores(features)
-        row[at : at + len(scores)] = scores
-        at += len(scores)
+        at = len(scores)
+        row[:at] = scores
         row[at : at + MODEL_SIZE] = model_features(model)
         at += MODEL_SIZE
         row[at : at + OWN_SIZE] = own_features(own)
@@ -168,7 +159,7 @@ class LengthGbdt:
 
 def row_size(scores: int) -> int:
     """Columns of the trees' input with that many kernel scores; the last is k."""
-    return DENSE_SIZE + scores + MODEL_SIZE + OWN_SIZE + 1
+    return scores + MODEL_SIZE + OWN_SIZE + 1
 
 
 def own_features(own: LengthDistribution) -> Floats:
@@ -224,26 +215,6 @@ def _factors(row, root, feature, threshold, left, right, missing, out):  # type:
         row[row.shape[0] - 1] = k
         raw = walk(row, root, feature, threshold, left, right, missing)
         out[k] = np.exp(min(max(raw, -MAX_FACTOR), MAX_FACTOR))
-
-
-@njit(cache=True)
-def _score(features, embedding, mean, std, landmarks, alpha, scale, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    d = embedding.shape[0]
-    n = mean.shape[0]
-    x = np.empty(d + n)
-    for i in range(d):
-        x[i] = embedding[i]
-    for i in range(n):
-        z = (features[i] - mean[i]) / std[i]
-        x[d + i] = min(max(z, -3.0), 3.0) * SPREAD
-    for r in range(landmarks.shape[0]):
-        squared = 0.0
-        for i in range(d + n):
-            gap = x[i] - landmarks[r, i]
-            squared += gap * gap
-        weight = np.exp(-squared * scale)
-        for s in range(out.shape[0]):
-            out[s] += weight * alpha[r, s]
 
 
 # ---- arrays of an artifact

@@ -44,12 +44,12 @@ PRIOR_COUNT = 5.0
 class FitConfig:
     """Knobs of the fit; defaults chosen on grouped validation prompts, not on the test.
 
-    `rows_per_set` answers are sampled from each set for the trees. `landmarks` of the kernel are
-    shared evenly by the sets. `noise` is the ridge on a z value's unexplained variance.
+    `rows_per_set` answers are sampled from each set for the trees. `noise` is the ridge on a z
+    value's unexplained variance, `width` the kernel's scale.
     """
 
     seed: int = 0
-    landmarks: int = 512
+    landmarks: int = 768
     width: float = 1.4
     noise: float = 0.5
     rows_per_set: int = 8_000
@@ -123,7 +123,7 @@ def fit_kernel(
         np.asarray(mean), np.asarray(std), np.zeros((0, 0)), np.zeros((0, 0)), config.width
     )
     position = kernel.position(dense, embedding[prompts])
-    chosen = _landmarks(sets, config.landmarks, rng)
+    chosen = landmarks(kernel, position, share**0.25, config.landmarks)
     kernel = kernel._replace(landmarks=position[chosen])
     phi = kernel.phi(position)
     weight = np.minimum(1.0, 1500.0 * share) / (config.noise + 1.0 / count)
@@ -143,15 +143,26 @@ def fit_kernel(
     return kernel._replace(alpha=solve(np.ones(len(prompts), bool))[:, None]), out
 
 
-def _landmarks(sets: NDArray[np.str_], count: int, rng: np.random.Generator) -> Ints:
-    names = np.unique(sets)
-    chosen: list[int] = []
-    # small sets first, so that what they leave goes to the large ones
-    for i, name in enumerate(sorted(names, key=lambda name: int((sets == name).sum()))):
-        here = np.flatnonzero(sets == name)
-        room = (count - len(chosen)) // (len(names) - i)
-        chosen.extend(rng.permutation(here)[:room].tolist())
-    return np.array(chosen)
+def landmarks(kernel: Kernel, position: Floats, weight: Floats, count: int) -> Ints:
+    """Points that leave the least of the kernel unexplained, greedily: pivoted Cholesky.
+
+    `weight` (n,) prefers some; homogeneous sets get few landmarks, diverse ones many.
+    Source: Harbrecht et al., "On the low-rank approximation by the pivoted Cholesky
+    decomposition", Appl. Numer. Math. 2012.
+    """
+    count = min(count, len(position))
+    factor = np.zeros((len(position), count))
+    left = np.ones(len(position))
+    chosen = np.zeros(count, np.int64)
+    for r in range(count):
+        i = int(np.argmax(left * weight))
+        chosen[r] = i
+        column = kernel._replace(landmarks=position[i : i + 1]).phi(position)[:, 0]
+        column -= factor[:, :r] @ factor[i, :r]
+        factor[:, r] = column / np.sqrt(max(left[i], 1e-12))
+        left = np.maximum(left - factor[:, r] ** 2, 0.0)
+        left[i] = 0.0
+    return chosen
 
 
 def tree_rows(
@@ -163,10 +174,8 @@ def tree_rows(
     """Inputs of the trees without k, (n, row_size - 1), of these answers."""
     out = np.empty((len(rows), row_size(scores.shape[1]) - 1))
     prompt = answers.prompt[rows]
-    out[:, :DENSE_SIZE] = answers.vectors[prompt][:, :DENSE_SIZE]
-    at = DENSE_SIZE
-    out[:, at : at + scores.shape[1]] = scores[prompt]
-    at += scores.shape[1]
+    at = scores.shape[1]
+    out[:, :at] = scores[prompt]
     out[:, at : at + MODEL_SIZE] = [model_features(str(m)) for m in answers.model[rows]]
     at += MODEL_SIZE
     keys = list(zip(answers.dataset[rows].tolist(), answers.model[rows].tolist(), strict=True))
@@ -197,7 +206,7 @@ def fit_forest(
         "num_leaves": config.leaves,
         "learning_rate": config.learning_rate,
         "min_data_in_leaf": 300,
-        "feature_fraction": 0.4,
+        "feature_fraction": 0.7,
         "bagging_fraction": 0.7,
         "bagging_freq": 1,
         "lambda_l2": 20.0,

@@ -71,7 +71,7 @@ def crps(survival: Floats, tokens: Floats, censored: Bools, edges: Floats = EDGE
     x = np.clip(tokens, edges[0], edges[-1])[:, None]
     low, high = edges[:-1], edges[1:]
     below, above = 1.0 - survival[:, :-1], 1.0 - survival[:, 1:]
-    share = np.clip((x - low) / (high - low), 0.0, 1.0)
+    share = np.clip((x - low) / np.maximum(high - low, 1e-300), 0.0, 1.0)
     cut = below + share * (above - below)
     left = share * (high - low) * (below**2 + below * cut + cut**2) / 3.0
     gone, still = 1.0 - cut, 1.0 - above
@@ -88,6 +88,13 @@ def pinball(quantiles: Floats, levels: Floats, value: Floats) -> Floats:
     gap = value[:, None] - quantiles
     loss: Floats = np.maximum(levels * gap, (levels - 1.0) * gap).mean(1)
     return loss
+
+
+def horizon(answers: Answers, rows: Ints) -> float:
+    """Where a set's runs were cut, tokens: no forecast is judged beyond it; inf if none was."""
+    name = answers.dataset[rows[0]]
+    cut = answers.tokens[(answers.dataset == name) & answers.censored]
+    return float(cut.min()) if len(cut) else float("inf")
 
 
 class Run(NamedTuple):
@@ -269,8 +276,9 @@ def scores_of(answers: Answers, result: Run) -> dict[str, Any]:
     """Rank and CRPS of one run; gains are over the own distribution."""
     rows = result.rows
     tokens, cut = answers.tokens[rows], answers.censored[rows]
-    log_edges = np.log1p(EDGES)
-    ours, own = crps(result.ours, tokens, cut), crps(result.own, tokens, cut)
+    edges = np.minimum(EDGES, horizon(answers, rows))
+    log_edges = np.log1p(edges)
+    ours, own = crps(result.ours, tokens, cut, edges), crps(result.own, tokens, cut, edges)
     log_ours = crps(result.ours, np.log1p(tokens), cut, log_edges)
     log_own = crps(result.own, np.log1p(tokens), cut, log_edges)
     worse = []
@@ -330,10 +338,11 @@ def _ceiling_crps(
         factors[:, k] = np.exp(np.clip(predict(forest, test), -4.0, 4.0))
     survival = np.array([reshape(d, f).survival for d, f in zip(owns, factors, strict=True)])
     tokens, cut = answers.tokens[rows], answers.censored[rows]
-    best = crps(survival, tokens, cut).mean()
-    ours = crps(result.ours[known], tokens, cut).mean()
-    own = crps(result.own[known], tokens, cut).mean()
-    log_edges = np.log1p(EDGES)
+    edges = np.minimum(EDGES, horizon(answers, rows))
+    best = crps(survival, tokens, cut, edges).mean()
+    ours = crps(result.ours[known], tokens, cut, edges).mean()
+    own = crps(result.own[known], tokens, cut, edges).mean()
+    log_edges = np.log1p(edges)
     logs = [
         crps(s, np.log1p(tokens), cut, log_edges).mean()
         for s in (survival, result.ours[known], result.own[known])
@@ -379,22 +388,27 @@ def coverage(answers: Answers, result: Run) -> dict[str, Any]:
 
 
 def remaining(answers: Answers, result: Run, seed: int) -> dict[str, Any]:
-    """Pinball loss of what is left at fixed ages, among answers still running."""
+    """Pinball loss of what is left at fixed ages, among answers still running; what is left ends
+    where the set's runs were cut, for forecasts and answers alike.
+    """
     rng = np.random.default_rng(seed)
+    end = horizon(answers, result.rows)
     out: dict[str, Any] = {}
     for age in AGES:
-        alive = np.flatnonzero((answers.tokens[result.rows] > age) & ~answers.censored[result.rows])
+        alive = np.flatnonzero(answers.tokens[result.rows] > age)
         alive = rng.permutation(alive)[:1500]
         if len(alive) < 30:
             continue
-        left = answers.tokens[result.rows[alive]] - age
+        left = np.minimum(answers.tokens[result.rows[alive]], end) - age
         ours, own, arrival = (np.empty((len(alive), len(LEVELS))) for _ in range(3))
         for j, i in enumerate(alive.tolist()):
             forecast = LengthDistribution(result.ours[i])
             ours[j] = forecast.remaining(age).quantiles(LEVELS)
             own[j] = LengthDistribution(result.own[i]).remaining(age).quantiles(LEVELS)
             arrival[j] = np.maximum(forecast.quantiles(LEVELS) - age, 0.0)
-        loss, base, cut = (pinball(q, LEVELS, left).mean() for q in (ours, own, arrival))
+        loss, base, cut = (
+            pinball(np.minimum(q, end - age), LEVELS, left).mean() for q in (ours, own, arrival)
+        )
         out[f"{age:.0f}"] = {
             "answers": len(alive),
             "pinball": float(loss),
@@ -413,8 +427,10 @@ def unseen_scores(answers: Answers, result: Run) -> dict[str, Any]:
         if mine.sum() < 20:
             continue
         rows = result.rows[mine]
-        ours = crps(result.ours[mine], answers.tokens[rows], answers.censored[rows])
-        own = crps(result.own[mine], answers.tokens[rows], answers.censored[rows])
+        edges = np.minimum(EDGES, horizon(answers, rows))
+        tokens, cut = answers.tokens[rows], answers.censored[rows]
+        ours = crps(result.ours[mine], tokens, cut, edges)
+        own = crps(result.own[mine], tokens, cut, edges)
         out[label] = {
             "crps_gain": float(1.0 - ours.mean() / own.mean()),
             "answers": int(mine.sum()),
