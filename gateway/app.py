@@ -18,7 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from backends.upstream import Timeouts
-from backends.wire.openai import RequestParser
+from backends.wire.openai import RequestFacts, RequestParser
 from domain.columns import FleetColumns
 from domain.errors import ServingError
 from domain.events import Committed, ForeignLoad
@@ -73,6 +73,7 @@ class Parts:
     monitor: MonitorConfig
     logs: LogsConfig
     event_header: dict[str, Any]
+    features: Callable[[RequestFacts], tuple[float, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +116,7 @@ async def running(parts: Parts) -> AsyncIterator[Gateway]:
                 classes={c.name: c for c in parts.classes},
                 default_class=parts.default_class,
                 estimate=parts.estimate,
+                features=parts.features,
                 new_id=request_ids(),
             ),
             timeouts=upstream_timeouts(parts.timeouts),

@@ -67,6 +67,7 @@ from gateway.metrics import Gauge, Metrics
 from gateway.relay import AttemptReport, Relay
 from gateway.store.memory import MemoryStore
 from policies.bucket import Account
+from predictors.features import SCHEMA_HASH
 
 FRESH = 0.02
 """Seconds for which a look at the streams' progress is good enough for a decision."""
@@ -574,6 +575,7 @@ class Shell:
             variants=self._variants,
             routes=self._routes,
             wall_offset=self._wall_offset,
+            feature_schema=SCHEMA_HASH if outcome.request.features else "",
         )
 
     # ---- replicas

@@ -167,6 +167,7 @@ async def reloadable(settings: Settings) -> AsyncIterator[Reloader]:
     Raises: ConfigError if a part cannot be built.
     """
     from gateway.app import Parts, running
+    from gateway.features import feature_vector
     from policies.bucket import DAY
     from policies.factory import build_core, warm
     from predictors.factory import build_estimator
@@ -215,6 +216,7 @@ async def reloadable(settings: Settings) -> AsyncIterator[Reloader]:
             monitor=settings.monitor,
             logs=settings.logs,
             event_header=event_header(settings, fleet.spec, tenants, now, midnight),
+            features=feature_vector if settings.predictors.kind == "learned" else None,
         )
         gateway = await stack.enter_async_context(running(parts))
         children.watcher = gateway.shell
