@@ -87,7 +87,7 @@ class LengthGbdt:
         try:
             arrays = dict(artifact.arrays)
             self.version = artifact.version
-            self._text = TextEncoder.from_arrays(arrays, "text_")
+            self._text = TextEncoder.of(artifact)
             self._kernel = kernel_from(arrays)
             self._forest = forest_from(arrays)
             scores = self._kernel.alpha.shape[1]

@@ -78,7 +78,7 @@ class QualityModel:
         try:
             arrays = dict(artifact.arrays)
             self.version = artifact.version
-            self._text = TextEncoder.from_arrays(arrays, "text_")
+            self._text = TextEncoder.of(artifact)
             self._kernel = kernel_from(arrays)
             self._forest = forest_from(arrays)
             check(self._forest, ROW_SIZE)

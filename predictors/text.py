@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from domain.errors import ShapeError
-from predictors.artifact import load
+from predictors.artifact import Artifact, load
 from predictors.features import DENSE_SIZE, SCHEMA_HASH, WORD_IDS
 
 Floats = NDArray[np.float64]
@@ -28,8 +28,9 @@ class TextEncoder:
     """Embeds the word slots of a feature vector; unit length, zero for a text of unknown words.
 
     `index` (WORD_IDS,) int gives a row of `rows` (n, d) or -1; `scale` (d,) undoes the 8 bits.
-    `network` holds float32 arrays: `convolve` (3 d, h), `bias` (h,), `attend` (h, a),
-    `project` ((a + 1) h, D), `offset` (D,); None for the plain mean (D = d).
+    `network` holds float32 arrays: `convolve` (3 d, h), `bias` (h,), `attend` (h, a), `project`
+    ((a + 1) h, D), `offset` (D,); None for the plain mean (D = d). `version` names the encoder that
+    ships, "" is any other.
     """
 
     def __init__(
@@ -38,7 +39,10 @@ class TextEncoder:
         rows: NDArray[np.int8],
         scale: Floats,
         network: Mapping[str, NDArray[np.float32]] | None = None,
+        *,
+        version: str = "",
     ) -> None:
+        self.version = version
         d = rows.shape[1]
         if index.shape != (WORD_IDS,) or scale.shape != (d,):
             raise ShapeError("word index and scale do not fit the table")
@@ -70,7 +74,26 @@ class TextEncoder:
         Raises: ArtifactError when its file is damaged.
         """
         path = Path(__file__).parent / "artifacts" / "text.npz"
-        return cls.from_arrays(load(path, kind=KIND, schema=SCHEMA_HASH).arrays, "")
+        artifact = load(path, kind=KIND, schema=SCHEMA_HASH)
+        encoder = cls.from_arrays(artifact.arrays, "")
+        encoder.version = artifact.version
+        return encoder
+
+    @classmethod
+    def of(cls, artifact: Artifact) -> TextEncoder:
+        """The encoder a model was fitted with: its own arrays, else the one that ships.
+
+        Raises: ShapeError where the fit used another version of the one that ships.
+        """
+        if "text_index" in artifact.arrays:
+            return cls.from_arrays(artifact.arrays, "text_")
+        encoder = cls.packaged()
+        if artifact.card.get("text") != encoder.version:
+            raise ShapeError(
+                f"fitted with text encoder {artifact.card.get('text')!r}, this version ships"
+                f" {encoder.version!r}; fit it again"
+            )
+        return encoder
 
     def embed(self, features: Floats) -> Floats:
         """Embedding (D,) of one feature vector."""
@@ -103,7 +126,9 @@ class TextEncoder:
         return np.array([self.embed(row) for row in features]).reshape(len(features), self.size)
 
     def arrays(self, prefix: str) -> dict[str, NDArray[Any]]:
-        """What `from_arrays` reads."""
+        """What `from_arrays` reads; nothing where the encoder is the one that ships."""
+        if self.version:
+            return {}
         rows = self._table[:-1]
         scale = np.abs(rows).max(0) / 127.0 + 1e-12
         out: dict[str, NDArray[Any]] = {

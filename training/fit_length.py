@@ -72,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.no_test:
         report = evaluate(LengthGbdt(artifact), answers, parts)
     card = {
+        **artifact.card,
         "sources": sorted(np.unique(answers.dataset).tolist()),
         "shippable": bool(np.isin(answers.dataset, SHIPPABLE).all()),
         "answers": int(parts.train.sum()),

@@ -284,7 +284,11 @@ def fit(
         "calibration_from": start,
         "calibration_to": end,
     }
-    card = {"models": names, "rates": {"|".join(k): v for k, v in rates.items()}}
+    card = {
+        "text": text.version,
+        "models": names,
+        "rates": {"|".join(k): v for k, v in rates.items()},
+    }
     return Artifact(kind=KIND, schema=SCHEMA_HASH, arrays=arrays, card=card), health
 
 

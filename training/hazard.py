@@ -294,4 +294,5 @@ def fit(
         "range_low": low - margin,
         "range_high": high + margin,
     }
-    return Artifact(kind=KIND, arrays=arrays, schema=SCHEMA_HASH), health
+    card = {"text": text.version}
+    return Artifact(kind=KIND, arrays=arrays, schema=SCHEMA_HASH, card=card), health

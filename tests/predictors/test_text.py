@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from domain.errors import ShapeError
+from predictors.artifact import Artifact
 from predictors.features import DENSE_SIZE, SIZE, WORD_IDS, PromptFacts, encode, word_id
 from predictors.text import TextEncoder
 
@@ -95,3 +96,13 @@ def test_the_packaged_encoder_knows_what_belongs_together():
     texts = ("How do I cook rice?", "Give me a recipe for rice", "Write Python code to sort a list")
     cook, recipe, code = (encoder.embed(encode(PromptFacts(text=t))) for t in texts)
     assert cook @ recipe > max(cook @ code, recipe @ code) + 0.1
+
+
+def test_models_name_the_encoder_they_were_fitted_with():
+    """A fit on the encoder that ships carries its version only, and no other serves it."""
+    encoder = TextEncoder.packaged()
+    assert encoder.arrays("text_") == {}
+    fitted = Artifact(kind="any", arrays={}, card={"text": encoder.version})
+    assert TextEncoder.of(fitted).size == encoder.size
+    with pytest.raises(ShapeError, match="fit it again"):
+        TextEncoder.of(Artifact(kind="any", arrays={}, card={"text": "text_encoder-0"}))
