@@ -20,11 +20,12 @@ from domain.length import LengthDistribution
 from domain.outcome import Cause, Outcome, UsageSource
 from domain.ports import Estimator
 from domain.request import InferenceRequest
+from predictors.align import ScoreAlign
 from predictors.artifact import ArtifactError
 from predictors.conformal import RollingConformal
 from predictors.drift import PageHinkley
 from predictors.estimator import BaselineEstimator
-from predictors.length_gbdt import LengthGbdt
+from predictors.length_gbdt import LengthGbdt, z_of
 from predictors.quality import QualityModel
 from predictors.running import RunningLengths
 
@@ -49,7 +50,8 @@ class LearnedEstimator:
         self._running = RunningLengths()
         self._base = BaselineEstimator(self._running)
         self._conformal = RollingConformal()
-        self._forecasts: dict[str, LengthDistribution] = {}
+        self._align = ScoreAlign()
+        self._forecasts: dict[str, tuple[LengthDistribution, float | None]] = {}
         self._drift: dict[str, PageHinkley] = {}
         self._variants: tuple[str, ...] = ()
         self._priors: list[float] = []
@@ -74,18 +76,27 @@ class LearnedEstimator:
 
     def length(self, request: InferenceRequest) -> LengthDistribution:
         """Forecast of the request, its P90 corrected to cover 90 % of this tenant's answers."""
-        forecast = self._forecast(request)
+        forecast, score = self._forecast(request)
         if len(self._forecasts) >= REMEMBERED:
             self._forecasts.pop(next(iter(self._forecasts)))
-        self._forecasts[request.id] = forecast
+        self._forecasts[request.id] = forecast, score
         return corrected(forecast, self._conformal.level(request.model, request.tenant))
 
-    def _forecast(self, request: InferenceRequest) -> LengthDistribution:
+    def _forecast(self, request: InferenceRequest) -> tuple[LengthDistribution, float | None]:
+        """Forecast of a request and the raw score it came from; None where it is the running one's
+        own.
+        """
         own = self._running.distribution(request.model, request.text_group)
         detector = self._drift.get(request.model)
         if self._length is None or (detector is not None and detector.alarmed):
-            return own
-        return self._length.predict(np.array(request.features, np.float64), request.model, own)
+            return own, None
+        features = np.array(request.features, np.float64)
+        if not self._length.knows(features):
+            return own, None
+        scores = self._length.scores(features)
+        raw = float(scores[0])
+        scores[0] = self._align(request.tenant, raw)
+        return self._length.forecast(features, scores, request.model, own), raw
 
     def fill(
         self,
@@ -117,7 +128,7 @@ class LearnedEstimator:
     def learn(self, outcome: Outcome) -> None:
         """Take one outcome in: conformal rank and drift of the forecast, then the baseline's."""
         request, usage = outcome.request, outcome.usage
-        forecast = self._forecasts.pop(request.id, None)
+        kept = self._forecasts.pop(request.id, None)
         counted = usage.source is not UsageSource.NONE and usage.completion >= 1
         if counted and outcome.cause in {Cause.FINISHED, Cause.CLIENT_GONE}:
             tokens = usage.completion / max(request.choices, 1)
@@ -125,9 +136,11 @@ class LearnedEstimator:
                 request.max_tokens is not None and usage.completion >= request.max_tokens
             )
             own = self._running.distribution(request.model, request.text_group)
-            forecast = forecast if forecast is not None else self._forecast(request)
+            forecast, score = kept if kept is not None else self._forecast(request)
             rank = 1.0 - forecast.survives(tokens)
             self._conformal.observe(request.model, request.tenant, rank, censored=cut)
+            if score is not None and not cut:
+                self._align.observe(request.tenant, score, z_of(own, tokens))
             if not cut and self._length is not None:
                 self._watch(request.model, forecast, own, tokens)
         self._base.learn(outcome)

@@ -13,9 +13,10 @@ model that starts to answer longer moves at once, without a new fit. On the bins
 its exposure and no event, which is a Poisson likelihood with offset (Friedman, "Piecewise
 exponential models for survival data with covariates", Ann. Statist. 1982).
 
-Features of the trees: scores of kernel ridge regressions over text embedding and dense numbers,
-what the model's name says, the shape of S_m, and k. The dense numbers reach the trees through the
-kernel only: with a few hundred distinct prompts trees would learn those by heart.
+Features of the trees: the dense numbers of the request, scores of kernel ridge regressions over
+text embedding and dense numbers, what the model's name says, the shape of S_m, and k. The text
+reaches the trees through the scores only: with a few hundred distinct prompts they would learn
+embeddings by heart.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +47,7 @@ STRETCHES = len(LEVELS)
 KNOTS: Floats = -np.log1p(-LEVELS)
 """Starts of the stretches in v, (K,); the last has no end."""
 OWN_SIZE = 4
+NORMAL = NormalDist()
 MAX_FACTOR = 4.0
 """|f| is cut here: e^4, 55 times the hazard."""
 SPREAD = 0.2
@@ -96,7 +99,7 @@ class LengthGbdt:
             self._low = np.asarray(arrays["range_low"], np.float64)
             self._high = np.asarray(arrays["range_high"], np.float64)
             self._check_shapes()
-            self._norms = (self._kernel.landmarks**2).sum(-1)
+            self._columns = np.ascontiguousarray(self._kernel.landmarks.T)
         except (KeyError, ShapeError, ValueError, TypeError, IndexError) as exc:
             raise ArtifactError(f"length artifact does not fit together: {exc}") from exc
 
@@ -123,7 +126,13 @@ class LengthGbdt:
         """
         if own.shift or not self.knows(features):
             return own
-        return reshape(own, self.factors(features, model, own))
+        return self.forecast(features, self.scores(features), model, own)
+
+    def forecast(
+        self, features: Floats, scores: Floats, model: str, own: LengthDistribution
+    ) -> LengthDistribution:
+        """As `predict`, with scores that were computed, and perhaps aligned, before."""
+        return reshape(own, self.factors(features, scores, model, own))
 
     def knows(self, features: Floats) -> bool:
         """Whether the vector has this schema's size, is finite and in or near the training
@@ -139,16 +148,18 @@ class LengthGbdt:
         """Kernel regressions of one request, (S,): expected rank of its length as a z value."""
         kernel = self._kernel
         position = kernel.position(features[:DENSE_SIZE], self._text.embed(features))
-        squared = self._norms + position @ position - 2.0 * (kernel.landmarks @ position)
-        found: Floats = np.exp(squared / (-2.0 * kernel.width**2)) @ kernel.alpha
+        found = np.zeros(kernel.alpha.shape[1])
+        _score(position, self._columns, kernel.alpha, -0.5 / kernel.width**2, found)
         return found
 
-    def factors(self, features: Floats, model: str, own: LengthDistribution) -> Floats:
-        """exp(f_k), (STRETCHES,)."""
+    def factors(
+        self, features: Floats, scores: Floats, model: str, own: LengthDistribution
+    ) -> Floats:
+        """exp(f_k), (STRETCHES,), from a request's vector and `scores`."""
         row = np.empty(self._row_size)
-        scores = self.scores(features)
-        at = len(scores)
-        row[:at] = scores
+        row[:DENSE_SIZE] = features[:DENSE_SIZE]
+        at = DENSE_SIZE + len(scores)
+        row[DENSE_SIZE:at] = scores
         row[at : at + MODEL_SIZE] = model_features(model)
         at += MODEL_SIZE
         row[at : at + OWN_SIZE] = own_features(own)
@@ -157,9 +168,15 @@ class LengthGbdt:
         return out
 
 
+def z_of(own: LengthDistribution, tokens: float) -> float:
+    """Rank of a length within S_m as a standard normal value, within +-2.6."""
+    rank = 1.0 - own.survives(tokens)
+    return NORMAL.inv_cdf(min(max(rank, 0.005), 0.995))
+
+
 def row_size(scores: int) -> int:
     """Columns of the trees' input with that many kernel scores; the last is k."""
-    return scores + MODEL_SIZE + OWN_SIZE + 1
+    return DENSE_SIZE + scores + MODEL_SIZE + OWN_SIZE + 1
 
 
 def own_features(own: LengthDistribution) -> Floats:
@@ -207,6 +224,21 @@ def _reshape(own, factors, knots, out):  # type: ignore[no-untyped-def]  # noqa:
             used += factors[k] * (min(v, end) - knots[k])
         out[j] = min(out[j - 1], np.exp(-used))
     out[last] = 0.0
+
+
+@njit(cache=True)
+def _score(position, columns, alpha, scale, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Sum of exp(scale * |position - landmark|^2) * alpha; `columns` is (D, R)."""
+    squared = np.zeros(columns.shape[1])
+    for d in range(columns.shape[0]):
+        x = position[d]
+        for r in range(columns.shape[1]):
+            gap = x - columns[d, r]
+            squared[r] += gap * gap
+    for r in range(columns.shape[1]):
+        weight = np.exp(scale * squared[r])
+        for s in range(out.shape[0]):
+            out[s] += weight * alpha[r, s]
 
 
 @njit(cache=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from domain.errors import ShapeError
@@ -106,17 +107,8 @@ class TextEncoder:
         if self._network is None:
             vector = words.sum(0).astype(np.float64)
         else:
-            convolve, bias, attend, project, offset = self._network
-            n, d = words.shape
-            windows = np.zeros((n, 3 * d), np.float32)
-            windows[1:, :d] = words[:-1]
-            windows[:, d : 2 * d] = words
-            windows[:-1, 2 * d :] = words[1:]
-            hidden = np.maximum(windows @ convolve + bias, 0.0)
-            weights = np.exp(np.clip(hidden @ attend, -30.0, 30.0))
-            weights /= weights.sum(0)
-            pooled = np.concatenate([(weights.T @ hidden).ravel(), hidden.mean(0)])
-            vector = (pooled @ project + offset).astype(np.float64)
+            vector = np.zeros(self.size)
+            _network(words, *self._network, vector)
         norm = float(np.sqrt((vector**2).sum()))
         unit: Floats = vector / max(norm, 1e-9)
         return unit
@@ -160,3 +152,49 @@ class TextEncoder:
             np.asarray(arrays[prefix + "scale"], np.float64),
             network,
         )
+
+
+@njit(cache=True)
+def _network(words, convolve, bias, attend, project, offset, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Convolution, attention and projection in plain loops: a library's threads would fight the
+    gateway for its core.
+    """
+    n, d = words.shape
+    h, heads = attend.shape
+    hidden = np.empty((n, h), np.float32)
+    weights = np.empty((n, heads), np.float32)
+    for i in range(n):
+        for k in range(h):
+            hidden[i, k] = bias[k]
+        for o in range(3):
+            j = i + o - 1
+            if j < 0 or j >= n:
+                continue
+            for c in range(d):
+                x = words[j, c]
+                if x != 0.0:
+                    for k in range(h):
+                        hidden[i, k] += x * convolve[o * d + c, k]
+        for a in range(heads):
+            weights[i, a] = 0.0
+        for k in range(h):
+            hidden[i, k] = max(hidden[i, k], np.float32(0.0))
+            for a in range(heads):
+                weights[i, a] += hidden[i, k] * attend[k, a]
+        for a in range(heads):
+            weights[i, a] = np.exp(min(max(weights[i, a], np.float32(-30.0)), np.float32(30.0)))
+    for k in range(out.shape[0]):
+        out[k] = offset[k]
+    pooled = np.zeros(h)
+    for a in range(heads + 1):  # the last one is the plain mean
+        total = 0.0
+        pooled[:] = 0.0
+        for i in range(n):
+            weight = float(weights[i, a]) if a < heads else 1.0
+            total += weight
+            for k in range(h):
+                pooled[k] += weight * hidden[i, k]
+        for k in range(h):
+            x = pooled[k] / total
+            for m in range(out.shape[0]):
+                out[m] += x * project[a * h + k, m]

@@ -44,6 +44,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 FOLDS = 5
+MARGIN = 0.012
 MIN_ROWS = 400
 """A model gets a kernel column of its own from so many training answers on."""
 
@@ -55,7 +56,7 @@ class QualityConfig:
     seed: int = 0
     landmarks: int = 512
     width: float = 1.4
-    noise: float = 3.0
+    noise: float = 1.5
     rows_per_set: int = 20_000
     rounds: int = 150
     leaves: int = 15
@@ -183,7 +184,11 @@ def fit_kernel(
 
 
 def inputs_of(
-    answers: Answers, rows: Ints, scores: Floats, names: Sequence[str], base: Floats
+    answers: Answers,
+    rows: Ints,
+    scores: Floats,
+    names: Sequence[str],
+    base: Floats,
 ) -> Floats:
     """Inputs of the trees, (n, ROW_SIZE)."""
     column = {name: i + 1 for i, name in enumerate(names)}
@@ -191,7 +196,9 @@ def inputs_of(
     for row, rate in zip(rows.tolist(), base.tolist(), strict=True):
         model, prompt = str(answers.model[row]), int(answers.prompt[row])
         own = float(scores[prompt, column[model]]) if model in column else float("nan")
-        out.append(row_of(answers.vectors[prompt], float(scores[prompt, 0]), own, model, rate))
+        difficulty = float(scores[prompt, 0])
+        vector = answers.vectors[prompt]
+        out.append(row_of(vector, difficulty, own, model, rate))
     return np.array(out)
 
 
@@ -208,7 +215,7 @@ def fit_forest(
         "num_leaves": config.leaves,
         "learning_rate": config.learning_rate,
         "min_data_in_leaf": 200,
-        "feature_fraction": 0.4,
+        "feature_fraction": 0.5,
         "bagging_fraction": 0.7,
         "bagging_freq": 1,
         "lambda_l2": 20.0,
@@ -516,20 +523,26 @@ def prices(folder: Path, names: Sequence[str]) -> dict[str, float]:
 
 
 def floor_run(
-    truth: Floats, predicted: Floats, cost: Floats, floor: float, *, gain: float = 0.02
+    truth: Floats, predicted: Floats, cost: Floats, floor: float, *, feedback: float = 0.1
 ) -> dict[str, float]:
-    """Route in order with a virtual queue for the floor; no outcome is looked at.
+    """Route in order with a virtual queue for the floor; a share `feedback` of answers is rated.
 
-    Q grows by (floor - predicted quality of the choice); the choice minimises cost - Q * quality,
-    both over their means (drift plus penalty, Neely 2010). Windows of 500: floor held within one
-    standard error.
+    Q grows by (floor - expected quality of the choice); the choice minimises cost - Q * quality
+    (drift plus penalty, Neely 2010). Choosing by a prediction picks its flattering errors, so the
+    expectation is the prediction plus the mean surplus of the rated answers; `MARGIN` above the
+    floor allows for the noise of both. Windows of 500: floor held within one standard error.
     """
-    order = np.random.default_rng(0).permutation(len(truth))
+    rng = np.random.default_rng(0)
     scale = cost.mean()
-    queue, got, spent = 0.0, [], []
-    for i in order.tolist():
+    queue, got, spent = 10.0, [], []
+    surplus, rated = 0.0, 100.0
+    for i in rng.permutation(len(truth)).tolist():
         choice = int(np.argmin(cost[i] / scale - queue * predicted[i]))
-        queue = max(0.0, queue + (floor - predicted[i, choice]) * gain * 50.0)
+        expected = predicted[i, choice] + surplus / rated
+        queue = max(0.0, queue + 2.0 * (floor + MARGIN - expected))
+        if rng.random() < feedback:
+            surplus += truth[i, choice] - predicted[i, choice]
+            rated += 1.0
         got.append(truth[i, choice])
         spent.append(cost[i, choice])
     quality = np.array(got)

@@ -123,7 +123,7 @@ def fit_kernel(
         np.asarray(mean), np.asarray(std), np.zeros((0, 0)), np.zeros((0, 0)), config.width
     )
     position = kernel.position(dense, embedding[prompts])
-    chosen = landmarks(kernel, position, share**0.25, config.landmarks)
+    chosen = landmarks(sets, config.landmarks, rng)
     kernel = kernel._replace(landmarks=position[chosen])
     phi = kernel.phi(position)
     weight = np.minimum(1.0, 1500.0 * share) / (config.noise + 1.0 / count)
@@ -143,26 +143,15 @@ def fit_kernel(
     return kernel._replace(alpha=solve(np.ones(len(prompts), bool))[:, None]), out
 
 
-def landmarks(kernel: Kernel, position: Floats, weight: Floats, count: int) -> Ints:
-    """Points that leave the least of the kernel unexplained, greedily: pivoted Cholesky.
-
-    `weight` (n,) prefers some; homogeneous sets get few landmarks, diverse ones many.
-    Source: Harbrecht et al., "On the low-rank approximation by the pivoted Cholesky
-    decomposition", Appl. Numer. Math. 2012.
-    """
-    count = min(count, len(position))
-    factor = np.zeros((len(position), count))
-    left = np.ones(len(position))
-    chosen = np.zeros(count, np.int64)
-    for r in range(count):
-        i = int(np.argmax(left * weight))
-        chosen[r] = i
-        column = kernel._replace(landmarks=position[i : i + 1]).phi(position)[:, 0]
-        column -= factor[:, :r] @ factor[i, :r]
-        factor[:, r] = column / np.sqrt(max(left[i], 1e-12))
-        left = np.maximum(left - factor[:, r] ** 2, 0.0)
-        left[i] = 0.0
-    return chosen
+def landmarks(sets: NDArray[np.str_], count: int, rng: np.random.Generator) -> Ints:
+    """Prompts at random, evenly from the sets; what small sets leave goes to the large ones."""
+    names = np.unique(sets)
+    chosen: list[int] = []
+    for i, name in enumerate(sorted(names, key=lambda name: int((sets == name).sum()))):
+        here = np.flatnonzero(sets == name)
+        room = (count - len(chosen)) // (len(names) - i)
+        chosen.extend(rng.permutation(here)[:room].tolist())
+    return np.array(chosen)
 
 
 def tree_rows(
@@ -174,8 +163,9 @@ def tree_rows(
     """Inputs of the trees without k, (n, row_size - 1), of these answers."""
     out = np.empty((len(rows), row_size(scores.shape[1]) - 1))
     prompt = answers.prompt[rows]
-    at = scores.shape[1]
-    out[:, :at] = scores[prompt]
+    out[:, :DENSE_SIZE] = answers.vectors[prompt][:, :DENSE_SIZE]
+    at = DENSE_SIZE + scores.shape[1]
+    out[:, DENSE_SIZE:at] = scores[prompt]
     out[:, at : at + MODEL_SIZE] = [model_features(str(m)) for m in answers.model[rows]]
     at += MODEL_SIZE
     keys = list(zip(answers.dataset[rows].tolist(), answers.model[rows].tolist(), strict=True))
@@ -206,7 +196,7 @@ def fit_forest(
         "num_leaves": config.leaves,
         "learning_rate": config.learning_rate,
         "min_data_in_leaf": 300,
-        "feature_fraction": 0.7,
+        "feature_fraction": 0.4 if x.shape[1] > DENSE_SIZE else 1.0,
         "bagging_fraction": 0.7,
         "bagging_freq": 1,
         "lambda_l2": 20.0,

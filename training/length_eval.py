@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from domain.length import BINS, EDGES, LengthDistribution
+from predictors.align import ScoreAlign
 from predictors.conformal import RollingConformal
-from predictors.length_gbdt import OWN_SIZE, STRETCHES, LengthGbdt, own_features, reshape
+from predictors.length_gbdt import OWN_SIZE, STRETCHES, LengthGbdt, own_features, reshape, z_of
 from predictors.trees import predict
 from training.dataset import Answers, Split, hashed
 from training.hazard import FitConfig, fit_forest, own_distributions, z_values
@@ -130,12 +131,13 @@ def run(
     lengths = answers.tokens if tokens is None else tokens
     order = rng.permutation(rows) if shuffle else rows
     streams: dict[str, OwnStream] = {}
-    conformal = RollingConformal(target=TARGET)
+    conformal, align = RollingConformal(target=TARGET), ScoreAlign()
     ours = np.empty((len(order), BINS + 1))
     own = np.empty((len(order), BINS + 1))
     rank, level = np.empty(len(order)), np.empty(len(order))
     seen = np.zeros(len(order), np.int64)
     counts: dict[str, int] = defaultdict(int)
+    scores: dict[int, Floats | None] = {}
     for i, row in enumerate(order.tolist()):
         name = str(answers.model[row])
         stream = streams.get(name)
@@ -144,7 +146,15 @@ def run(
             for past in rng.permutation(warm.get(name, np.zeros(0, np.int64))).tolist():
                 stream.observe(float(answers.tokens[past]), bool(answers.censored[past]))
         known = stream.distribution
-        forecast = model.predict(answers.vectors[answers.prompt[row]], name, known)
+        prompt = int(answers.prompt[row])
+        if prompt not in scores:
+            vector = answers.vectors[prompt]
+            scores[prompt] = model.scores(vector) if model.knows(vector) else None
+        found = scores[prompt]
+        forecast = known
+        if found is not None:
+            aligned = np.array([align("", float(found[0]))])
+            forecast = model.forecast(answers.vectors[prompt], aligned, name, known)
         ours[i], own[i] = forecast.survival, known.survival
         rank[i] = 1.0 - forecast.survives(float(lengths[row]))
         level[i] = conformal.level(name, "")
@@ -152,6 +162,8 @@ def run(
         counts[name] += 1
         cut = bool(answers.censored[row])
         conformal.observe(name, "", float(rank[i]), censored=cut)
+        if found is not None:
+            align.observe("", float(found[0]), z_of(known, float(lengths[row])))
         stream.observe(float(lengths[row]), cut)
     return Run(order, ours, own, rank, level, seen)
 

@@ -29,7 +29,7 @@ def toy(**change) -> Artifact:
         np.array([[1.0], [-1.0]]),
         0.5,
     )
-    score = 0
+    score = DENSE_SIZE
     forest = Forest(
         np.zeros(1, np.int32),
         np.array([score, -1, score, -1, -1], np.int32),

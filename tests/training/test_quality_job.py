@@ -87,4 +87,4 @@ def test_floor_run_buys_no_more_quality_than_asked():
     result = floor_run(truth, chance, cost, 0.75)
     assert result["quality"] == pytest.approx(0.75, abs=0.03)
     assert result["cost"] == pytest.approx(3.0, abs=0.4)
-    assert result["windows_held"] > 0.8
+    assert result["windows_held"] > 0.7
