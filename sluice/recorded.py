@@ -30,5 +30,5 @@ def core_of(header: dict[str, Any]) -> DecisionCore:
         tenants=msgspec.convert(header["tenants"], list[Tenant]),
         classes=msgspec.convert(header["classes"], list[SloClass]),
         now=header["now"],
-        midnight=header["midnight"],
+        midnight=header.get("midnight", 0.0),
     )
