@@ -3,11 +3,12 @@
     python benchmarks/local_policies.py --out .sluice/local_policies [--cells
     servegen@1.0,azure@1.0]
 
-For each trace the knee is measured first: least requests, offered 60, 75 and 90 % of what a closed
-loop completes; the knee is the last of these rates with at least 90 % of the limits met (linear
-between neighbours). Loads are multiples of it. Each run starts a fresh gateway and fleet; runs of
-one cell follow each other in random order, with runs of one policy (the noise floor) between them.
-Every finished run is kept in --out, so that an interrupted job goes on where it stopped.
+For each trace the knee is measured first: what the fleet completes per second when everything is
+offered at once, then least requests at 85, 65, 45 and 25 % of that until at least 90 % of the
+limits are met; the knee is where 90 % lies between the last two (linear). Loads are multiples of
+it. Each run starts a fresh gateway and fleet; runs of one cell follow each other in random order,
+with runs of one policy (the noise floor) between them. Every finished run is kept in --out, so that
+an interrupted job goes on where it stopped.
 
 The report has goodput, attainment and latencies per policy, the noise floor as half the range of
 the repeated runs, and how well P(SLO) did: its Brier score beside the base rate's.
@@ -79,7 +80,14 @@ class Gateway:
 
 
 def replay(
-    config: Path, policy: str, trace: str, rate: float, count: int, data: str | None, out: Path
+    config: Path,
+    policy: str,
+    trace: str,
+    rate: float,
+    count: int,
+    data: str | None,
+    out: Path,
+    slo_class: str = "interactive",
 ) -> dict[str, Any]:
     """One run: a fresh fleet, the trace's first `count` requests at `rate` per second; its
     report.
@@ -90,7 +98,7 @@ def replay(
     with Gateway(config, policy, out) as url:
         command = [sys.executable, "-m", "sluice", "replay", "-c", str(out / "gateway.yaml")]
         command += ["--url", url, "--trace", TRACES[trace][0], "--count", str(count), *SHAPE]
-        command += ["--rate", f"{rate:.4f}", "--class", "interactive", "--ignore-eos", "--json"]
+        command += ["--rate", f"{rate:.4f}", "--class", slo_class, "--ignore-eos", "--json"]
         command += ["--out", str(out / "requests.jsonl"), "--key", "sk-local-playground"]
         command += ["--data", data] if data else []
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -99,6 +107,8 @@ def replay(
     report: dict[str, Any] = json.loads(result.stdout)
     report["policy"] = policy
     report["joined"] = joined(out)
+    lines = [json.loads(x) for x in (out / "requests.jsonl").read_text().splitlines()]
+    report["makespan"] = max(x["ended"] for x in lines if x["ended"] is not None)
     done.write_text(json.dumps(report))
     return report
 
@@ -120,24 +130,24 @@ def joined(out: Path) -> dict[str, int]:
 
 def knee(config: Path, trace: str, data: str | None, out: Path, count: int) -> float:
     """Requests per second at which 90 % still meet their limits under least requests."""
-    flood = replay(config, "least_requests", trace, 1000.0, count, data, out / f"{trace}-flood")
-    capacity = count / flood["e2e"]["p99"]
-    points: list[tuple[float, float]] = []
-    for share in (0.6, 0.75, 0.9):
+    flood = replay(
+        config, "least_requests", trace, 1000.0, count, data, out / f"{trace}-flood", "batch"
+    )
+    capacity = count / flood["makespan"]
+    above: tuple[float, float] | None = None
+    below = (capacity, 0.0)
+    for share in (0.85, 0.65, 0.45, 0.25):
         rate = share * capacity
         run = replay(
             config, "least_requests", trace, rate, count, data, out / f"{trace}-knee-{share}"
         )
-        points.append((rate, run["attainment"]))
-        if run["attainment"] < 0.9:
+        if run["attainment"] >= 0.9:
+            above = (rate, run["attainment"])
             break
-    above = [p for p in points if p[1] >= 0.9]
-    below = [p for p in points if p[1] < 0.9]
-    if not above:
-        return points[0][0] * points[0][1] / 0.9
-    if not below:
-        return above[-1][0]
-    (r0, a0), (r1, a1) = above[-1], below[0]
+        below = (rate, run["attainment"])
+    if above is None:
+        raise SystemExit(f"{trace}: even at a quarter of its capacity the fleet misses its limits")
+    (r0, a0), (r1, a1) = above, below
     return r0 + (r1 - r0) * (a0 - 0.9) / (a0 - a1)
 
 
