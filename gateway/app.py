@@ -33,9 +33,10 @@ from gateway.intake import Estimate, Identify, Intake, request_ids
 from gateway.metrics import Metrics
 from gateway.monitor import Monitor, Pace
 from gateway.relay import Plane
-from gateway.routes import Desk, build_router, inference_routes
+from gateway.routes import Desk, answers, build_router, inference_routes, join
 from gateway.server import GatewayServer, ServerLimits
 from gateway.shell import Core, LearnTokens, Shell
+from gateway.siblings import Alone, Siblings
 from gateway.tenants import AdminKey
 
 _log = logging.getLogger(__name__)
@@ -74,6 +75,8 @@ class Parts:
     logs: LogsConfig
     event_header: dict[str, Any]
     features: Callable[[RequestFacts], tuple[float, ...]] | None = None
+    siblings: Siblings | None = None
+    """The other worker processes on the same port; None where there is only this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,14 +147,27 @@ async def running(parts: Parts) -> AsyncIterator[Gateway]:
             log=log,
             started_at=int(time.time()),
             admin_key=AdminKey(admin_hash) if admin_hash is not None else None,
+            others=parts.siblings or Alone(),
         )
+        if parts.siblings is not None:
+            await stack.enter_async_context(
+                parts.siblings.answering(
+                    answers(desk), lambda: metrics.snapshot(counters_only=True)
+                )
+            )
+            await join(desk)
         app = create_app(desk, plane)
         server = GatewayServer(
             plane, app, limits=ServerLimits(max_body_bytes=parts.server.body_limit_kb << 10)
         )
         grace = parts.server.drain_ms / 1000
         host, port = await stack.enter_async_context(
-            server.listening(parts.server.host, parts.server.port, grace=grace)
+            server.listening(
+                parts.server.host,
+                parts.server.port,
+                reuse_port=parts.siblings is not None,
+                grace=grace,
+            )
         )
         stack.push_async_callback(shell.drain, grace)
         yield Gateway(

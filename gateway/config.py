@@ -29,6 +29,7 @@ class ServerConfig(Section):
 
     host: str = "127.0.0.1"  # reachable from outside only when somebody says so
     port: Annotated[int, Field(ge=0, le=65535)] = 8080  # 0 takes any free port
+    workers: Annotated[int, Field(ge=1)] = 1  # processes on that port; more than one need a store
     body_limit_kb: Annotated[int, Field(ge=1)] = 32_768  # a few images; prompts end near 1 MiB
     admin_key_hash: str | None = None  # `sluice key` prints it; None: /admin from this machine only
     drain_ms: NotNegative = 10_000  # running streams may finish for so long after SIGTERM

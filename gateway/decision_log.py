@@ -145,14 +145,21 @@ def numbered(path: Path, i: int) -> Path:
     return path.with_name(f"{path.name}.{i}")
 
 
+def worker_path(path: Path, worker: str) -> Path:
+    """Where a worker process of that name writes its part of a log."""
+    return path.with_name(f"{path.stem}.worker-{worker}{path.suffix}")
+
+
 def log_files(path: Path) -> Iterator[Path]:
-    """The files of a log that exist, newest first."""
-    if path.exists():
-        yield path
-    i = 1
-    while (older := numbered(path, i)).exists():
-        yield older
-        i += 1
+    """The files of a log that exist, those of its workers included; of each, newest first."""
+    workers = path.parent.glob(worker_path(path, "*").name)
+    for newest in (path, *sorted(workers)):
+        if newest.exists():
+            yield newest
+        i = 1
+        while (older := numbered(newest, i)).exists():
+            yield older
+            i += 1
 
 
 def search(path: Path, request_id: str) -> Record | None:

@@ -48,6 +48,17 @@ class OpenFleet:
     targets: Sequence[Target]
 
 
+def url_place(replica: UrlReplica) -> Place:
+    """Where an engine is that somebody else runs."""
+    return Place(
+        config=replica,
+        url=replica.url.rstrip("/").removesuffix("/v1"),
+        engine=replica.engine,
+        served_model=replica.served_model,
+        api_key=replica.api_key(),
+    )
+
+
 @contextlib.asynccontextmanager
 async def opened(
     places: Sequence[Place],

@@ -1,5 +1,6 @@
 """What Prometheus sees, named and bucketed after OpenTelemetry's `gen_ai.*` conventions.
 
+With several workers, whoever is scraped asks the others for a `Snapshot` and tells the sum.
 Counting is a bisection and an addition on plain lists; the Prometheus library only writes the text
 when somebody scrapes. Gauges are not kept at all: they are read from the live objects at scrape
 time, so none can be left over. Labels are bounded: model, class and reason by the config, tenants
@@ -77,15 +78,38 @@ class Histograms:
         buckets[bisect_left(self.bounds, value)] += 1
         self.sums[labels] += value
 
+    def rows(self) -> list[tuple[Labels, list[int], float]]:
+        """Label values, counts by bucket and the sum of the values."""
+        return [(labels, buckets, self.sums[labels]) for labels, buckets in self.buckets.items()]
+
+    def add(self, rows: Iterable[tuple[Labels, list[int], float]]) -> None:
+        """Count what another has counted in the same buckets."""
+        for labels, buckets, total in rows:
+            own = self.buckets.get(labels, [0] * len(buckets))
+            self.buckets[labels] = [a + b for a, b in zip(own, buckets, strict=True)]
+            self.sums[labels] = self.sums.get(labels, 0.0) + total
+
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """One gauge: its name, help and label names, and how its values are read at scrape time."""
+    """One gauge: its name, help and label names, how its values are read at scrape time, and what
+    the values of several workers make together.
+    """
 
     name: str
     help: str
     labels: Labels
     read: Callable[[], Iterable[tuple[Labels, float]]] = field(repr=False)
+    together: Callable[[list[float]], float] = sum
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything that one worker has counted, by metric name; rows of label values."""
+
+    counters: dict[str, list[tuple[Labels, float]]]
+    histograms: dict[str, list[tuple[Labels, list[int], float]]]
+    gauges: dict[str, list[tuple[Labels, float]]]
 
 
 class Metrics:
@@ -111,8 +135,54 @@ class Metrics:
         self.tpot = Histograms(PER_TOKEN)
         self.decision = Histograms(DECISION)
         self.ratio = Histograms(RATIO)
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
+        self._counters = (
+            ("sluice_requests", "Settled requests.", ("tenant", "class", "cause"), self.requests),
+            ("sluice_slo_met", "Requests that met every limit.", ("class",), self.met),
+            (
+                "sluice_slo_missed",
+                "Requests that missed a limit.",
+                ("class", "reason"),
+                self.misses,
+            ),
+            ("sluice_shed", "Requests refused.", ("class", "reason"), self.shed),
+            ("sluice_sent", "Attempts sent.", ("replica",), self.sent),
+            ("sluice_attempts", "Attempts ended.", ("replica", "cause"), self.attempts),
+            ("sluice_refused", "Requests refused unread.", ("error",), self.refusals),
+        )
+        model = "gen_ai_request_model"
+        self._histograms = (
+            (
+                "gen_ai_server_request_duration_seconds",
+                "Arrival to end.",
+                ("gen_ai_operation_name", model, "error_type"),
+                self.duration,
+            ),
+            (
+                "gen_ai_server_time_to_first_token_seconds",
+                "Arrival to first content byte.",
+                (model,),
+                self.ttft,
+            ),
+            (
+                "gen_ai_server_time_per_output_token_seconds",
+                "Mean time of a token after the first.",
+                (model,),
+                self.tpot,
+            ),
+            (
+                "gen_ai_client_token_usage",
+                "Tokens of a request.",
+                (model, "gen_ai_token_type"),
+                self.tokens,
+            ),
+            ("sluice_decision_seconds", "One event through the core.", ("event",), self.decision),
+            (
+                "sluice_ttft_actual_over_predicted",
+                "Time from send to first token over its predicted median.",
+                ("replica",),
+                self.ratio,
+            ),
+        )
 
     def refused(self, error: str) -> None:
         """Count a request that was refused before the core saw it."""
@@ -147,68 +217,42 @@ class Metrics:
             self.tokens.observe((model, "input"), usage.prompt)
             self.tokens.observe((model, "output"), usage.completion)
 
-    def text(self) -> bytes:
-        """The Prometheus exposition text."""
-        return generate_latest(self._registry)
+    def snapshot(self, *, counters_only: bool = False) -> Snapshot:
+        """What this worker has counted, for another to add to its own."""
+        gauges = () if counters_only else self.gauges
+        return Snapshot(
+            counters={name: list(c.values.items()) for name, _, _, c in self._counters},
+            histograms={name: h.rows() for name, _, _, h in self._histograms},
+            gauges={g.name: [(labels, float(v)) for labels, v in g.read()] for g in gauges},
+        )
 
-    def collect(self) -> Iterable[Metric]:
+    def text(self, others: Sequence[Snapshot] = ()) -> bytes:
+        """The Prometheus exposition text of this worker and the others together."""
+        registry = CollectorRegistry()
+        registry.register(_Families(list(self._families((self.snapshot(), *others)))))
+        return generate_latest(registry)
+
+    def _families(self, shots: Sequence[Snapshot]) -> Iterable[Metric]:
         """Everything, in the Prometheus library's terms."""
-        counters = (
-            ("sluice_requests", "Settled requests.", ("tenant", "class", "cause"), self.requests),
-            ("sluice_slo_met", "Requests that met every limit.", ("class",), self.met),
-            (
-                "sluice_slo_missed",
-                "Requests that missed a limit.",
-                ("class", "reason"),
-                self.misses,
-            ),
-            ("sluice_shed", "Requests refused.", ("class", "reason"), self.shed),
-            ("sluice_sent", "Attempts sent.", ("replica",), self.sent),
-            ("sluice_attempts", "Attempts ended.", ("replica", "cause"), self.attempts),
-            ("sluice_refused", "Requests refused unread.", ("error",), self.refusals),
-        )
-        for name, text, names, counts in counters:
+        for name, text, names, _ in self._counters:
+            counts = Counts()
+            for shot in shots:
+                for labels, value in shot.counters.get(name, ()):
+                    counts.add(labels, value)
             yield _counter(name, text, names, counts)
-        model = "gen_ai_request_model"
-        histograms = (
-            (
-                "gen_ai_server_request_duration_seconds",
-                "Arrival to end.",
-                ("gen_ai_operation_name", model, "error_type"),
-                self.duration,
-            ),
-            (
-                "gen_ai_server_time_to_first_token_seconds",
-                "Arrival to first content byte.",
-                (model,),
-                self.ttft,
-            ),
-            (
-                "gen_ai_server_time_per_output_token_seconds",
-                "Mean time of a token after the first.",
-                (model,),
-                self.tpot,
-            ),
-            (
-                "gen_ai_client_token_usage",
-                "Tokens of a request.",
-                (model, "gen_ai_token_type"),
-                self.tokens,
-            ),
-            ("sluice_decision_seconds", "One event through the core.", ("event",), self.decision),
-            (
-                "sluice_ttft_actual_over_predicted",
-                "Time from send to first token over its predicted median.",
-                ("replica",),
-                self.ratio,
-            ),
-        )
-        for name, text, names, values in histograms:
-            yield _histogram(name, text, names, values)
+        for name, text, names, own in self._histograms:
+            merged = Histograms(own.bounds)
+            for shot in shots:
+                merged.add(shot.histograms.get(name, ()))
+            yield _histogram(name, text, names, merged)
         for gauge in self.gauges:
+            values: dict[Labels, list[float]] = {}
+            for shot in shots:
+                for labels, value in shot.gauges.get(gauge.name, ()):
+                    values.setdefault(labels, []).append(value)
             family = GaugeMetricFamily(gauge.name, gauge.help, labels=gauge.labels)
-            for labels, value in gauge.read():
-                family.add_metric(labels, value)
+            for labels, several in values.items():
+                family.add_metric(labels, gauge.together(several))
             yield family
 
     def _tenant(self, name: str) -> str:
@@ -217,6 +261,17 @@ class Metrics:
                 return OTHER
             self._tenants.add(name)
         return name
+
+
+class _Families:
+    """Families that are ready, as a collector."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._ready = families
+
+    def collect(self) -> Iterable[Metric]:
+        """The families."""
+        return self._ready
 
 
 def _counter(name: str, text: str, names: Labels, counts: Counts) -> CounterMetricFamily:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse
@@ -19,9 +21,10 @@ from domain.request import AUTO, Tenant
 from gateway.asgi import answer
 from gateway.decision_log import DecisionLog
 from gateway.intake import Identify
-from gateway.metrics import Metrics
+from gateway.metrics import Metrics, Snapshot
 from gateway.relay import ClientRequest, Plane
 from gateway.shell import Seat, Shell
+from gateway.siblings import Alone, Answer, Others
 from gateway.tenants import AdminKey
 
 DASHBOARD = Path(__file__).with_name("dashboard") / "index.html"
@@ -41,6 +44,7 @@ class Desk:
     started_at: int
     admin_key: AdminKey | None = None
     """None: only this machine may administer."""
+    others: Others = Alone()
 
 
 def build_router(desk: Desk) -> APIRouter:
@@ -82,7 +86,9 @@ def build_router(desk: Desk) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        return Response(desk.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        others = [msgspec.convert(c, Snapshot) for c in await desk.others.counts()]
+        text = desk.metrics.text(others)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @router.get("/", response_class=HTMLResponse)
     async def dashboard() -> str:
@@ -90,20 +96,14 @@ def build_router(desk: Desk) -> APIRouter:
 
     @router.get("/admin/status", dependencies=administrator)
     async def status() -> Response:
-        return _json(
-            {
-                "ready": desk.shell.ready,
-                "draining": desk.shell.draining,
-                "queued": desk.shell.queued,
-                "replicas": [_seat(desk.shell, i, s) for i, s in enumerate(desk.shell.seats)],
-                "open": list(desk.shell.open_records()),
-                "recent": desk.log.recent()[:SHOWN],
-            }
-        )
+        return _json(_together([_status(desk), *await desk.others.ask("status")]))
 
     @router.get("/admin/requests/{request_id}", dependencies=administrator)
     async def explain(request_id: str) -> Response:
         record = desk.log.find(request_id)
+        if record is None:
+            elsewhere = await desk.others.ask("find", request_id)
+            record = elsewhere[0] if elsewhere else None
         if record is None:
             message = f"no recent request {request_id!r}; older ones: sluice explain"
             return _json({"error": {"message": message}}, status=404)
@@ -111,14 +111,73 @@ def build_router(desk: Desk) -> APIRouter:
 
     @router.post("/admin/replicas/{name}/{verb}", dependencies=administrator)
     async def drain(name: str, verb: str) -> Response:
-        index = next((i for i, s in enumerate(desk.shell.seats) if s.name == name), None)
-        if index is None or verb not in {"drain", "restore"}:
+        if name not in desk.shell.replicas or verb not in {"drain", "restore"}:
             message = "POST /admin/replicas/NAME/drain or /restore, NAME from /admin/status"
             return _json({"error": {"message": message}}, status=404)
-        desk.shell.drain_replica(index, drained=verb == "drain")
+        _drain(desk.shell, name, drained=verb == "drain")
+        await desk.others.ask(verb, name)
+        index = desk.shell.replicas.index(name)
         return _json(_seat(desk.shell, index, desk.shell.seats[index]))
 
     return router
+
+
+def answers(desk: Desk) -> dict[str, Answer]:
+    """What the other workers may ask this one."""
+    return {
+        "counts": lambda _: desk.metrics.snapshot(),
+        "status": lambda _: _status(desk),
+        "find": desk.log.find,
+        "drain": lambda name: _drain(desk.shell, name, drained=True),
+        "restore": lambda name: _drain(desk.shell, name, drained=False),
+        "drained": lambda _: [seat.name for seat in desk.shell.seats if seat.drained],
+    }
+
+
+async def join(desk: Desk) -> None:
+    """Leave alone what an administrator had drained before this worker started."""
+    for drained in await desk.others.ask("drained"):
+        for name in drained:
+            _drain(desk.shell, name, drained=True)
+
+
+def _drain(shell: Shell, name: str, *, drained: bool) -> None:
+    if name in shell.replicas:  # a worker may have read the fleet's last change before the others
+        shell.drain_replica(shell.replicas.index(name), drained=drained)
+
+
+def _status(desk: Desk) -> dict[str, Any]:
+    """One worker as `/admin/status` shows it."""
+    return {
+        "ready": desk.shell.ready,
+        "draining": desk.shell.draining,
+        "workers": 1,
+        "queued": desk.shell.queued,
+        "replicas": [_seat(desk.shell, i, s) for i, s in enumerate(desk.shell.seats)],
+        "open": list(desk.shell.open_records()),
+        "recent": desk.log.recent()[:SHOWN],
+    }
+
+
+def _together(shown: list[dict[str, Any]]) -> dict[str, Any]:
+    """The workers' status as one; of what each has to itself the first one's is shown."""
+    first, *others = shown
+    if not others:
+        return first
+    recent = [record for status in shown for record in status["recent"]]
+    recent.sort(key=lambda r: r["at"] + r["outcome"]["e2e"], reverse=True)
+    running = Counter[str]()
+    for status in shown:
+        for replica in status["replicas"]:
+            running[replica["name"]] += replica["running"]
+    replicas = [mine | {"running": running[mine["name"]]} for mine in first["replicas"]]
+    return first | {
+        "workers": len(shown),
+        "queued": sum(status["queued"] for status in shown),
+        "replicas": replicas,
+        "open": [record for status in shown for record in status["open"]],
+        "recent": recent[:SHOWN],
+    }
 
 
 def inference_routes(plane: Plane) -> list[Route]:

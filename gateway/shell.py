@@ -659,24 +659,28 @@ class Shell:
                 "1 where requests may be sent.",
                 replica,
                 lambda: by_seat(lambda s: s.usable),
+                max,
             ),
             Gauge(
                 "sluice_replica_reported_running",
                 "Requests that the replica itself reports.",
                 replica,
                 lambda: by_seat(lambda s: s.load.running),
+                max,
             ),
             Gauge(
                 "sluice_replica_reading_age_seconds",
                 "Age of the last reading.",
                 replica,
                 lambda: by_seat(age),
+                max,
             ),
             Gauge(
                 "sluice_store_degraded",
                 "1 while the shared store is away.",
                 (),
                 lambda: [((), float(self._degraded))],
+                max,
             ),
             Gauge(
                 "sluice_log_dropped",

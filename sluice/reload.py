@@ -24,7 +24,7 @@ from domain.fleet import FleetSpec, ReplicaSpec
 from domain.request import Tenant
 from domain.units import seconds_from_ms
 from gateway.config import ReplicaConfig, UrlReplica
-from gateway.fleet import Place, opened
+from gateway.fleet import opened, url_place
 from gateway.metrics import Gauge
 from gateway.tenants import Identity, KeyTable, key_table
 from sluice.settings import Settings, load
@@ -154,7 +154,7 @@ class Reloader:
             await self.warm(settings)
             policy_json = settings.policy.model_dump_json()
         joined = await self.stack.enter_async_context(
-            opened([_place(r) for r in fresh], settings.models, settings.breaker)
+            opened([url_place(r) for r in fresh], settings.models, settings.breaker)
         )
         shell = self.gateway.shell
         specs = (*wanted, *joined.spec.replicas)
@@ -272,16 +272,6 @@ def _place_of(config: ReplicaConfig) -> tuple[object, ...]:
     if config.kind == "url":
         return (config.kind, config.url, config.engine, config.served_model, config.api_key_env)
     return (config.kind, config.precision, config.slots, config.context, config.port)
-
-
-def _place(config: UrlReplica) -> Place:
-    return Place(
-        config=config,
-        url=config.url.rstrip("/").removesuffix("/v1"),
-        engine=config.engine,
-        served_model=config.served_model,
-        api_key=config.api_key(),
-    )
 
 
 def _unset(settings: Settings, variant: str) -> bool:

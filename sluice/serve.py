@@ -8,15 +8,17 @@ import gc
 import json
 import logging
 import signal
-import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
+
+from pydantic import ValidationError
 
 from domain.errors import ConfigError
 from domain.ports import Store
@@ -29,7 +31,7 @@ from gateway.config import (
     UrlReplica,
     VariantConfig,
 )
-from gateway.fleet import Place, opened, who_is
+from gateway.fleet import Place, opened, url_place, who_is
 from sluice.cli import DONE
 from sluice.reload import Door, Reloader
 from sluice.settings import Settings, load
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from backends.local import ReplicaChange
     from gateway.app import StorePorts
     from gateway.shell import Shell
+    from gateway.siblings import Siblings
 
 EXAMPLE = (
     "sluice serve -c configs/local.yaml\n  sluice serve --backend http://127.0.0.1:8000 --port 8080"
@@ -58,29 +61,44 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--host", help="address to listen on instead of the file's")
     parser.add_argument("--port", type=int, help="port to listen on instead of the file's; 0: any")
+    parser.add_argument(
+        "--workers", type=int, help="processes that share the port; more than one need a store"
+    )
     parser.add_argument("--json", action="store_true", help="say where it listens as JSON")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more")
 
 
 def run(args: Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
+    set_up_logging(verbose=args.verbose)
+    settings = asyncio.run(ask(args.backend)) if args.backend else load(args.config)
+    options = {"host": args.host, "port": args.port, "workers": args.workers}
+    given = {name: value for name, value in options.items() if value is not None}
+    if given:
+        try:
+            server = ServerConfig.model_validate(settings.server.model_dump() | given)
+        except ValidationError as exc:
+            raise ConfigError(f"--{exc.errors()[0]['loc'][0]}: {exc.errors()[0]['msg']}") from exc
+        settings = settings.model_copy(update={"server": server})
+    source = Source(settings, args.config, given)
+    announce = _as_json if args.json else _as_text
+    if settings.server.workers > 1:
+        from sluice.workers import serve_with_workers
+
+        run_loop(until_signalled(partial(serve_with_workers, source), announce))
+    else:
+        run_loop(until_signalled(partial(serve, source), announce))
+    return DONE
+
+
+def set_up_logging(*, verbose: bool) -> None:
+    """Our own log to standard error."""
     logging.basicConfig(
-        level=logging.DEBUG if args.verbose else logging.INFO,
+        level=logging.DEBUG if verbose else logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     for noisy in ("httpx", "httpcore", "numba", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    settings = asyncio.run(ask(args.backend)) if args.backend else load(args.config)
-    given = {k: v for k, v in (("host", args.host), ("port", args.port)) if v is not None}
-    if given:
-        server = ServerConfig.model_validate(settings.server.model_dump() | given)
-        settings = settings.model_copy(update={"server": server})
-    run_loop(
-        serve_until_signalled(
-            settings, lambda gateway: _announce(gateway, args.json), args.config, given
-        )
-    )
-    return DONE
 
 
 def run_loop(main: Any) -> None:
@@ -94,54 +112,84 @@ def run_loop(main: Any) -> None:
             runner.run(main)
 
 
-async def serve_until_signalled(
-    settings: Settings,
-    announce: Callable[[Any], None],
-    config: Path | None = None,
-    given: Mapping[str, Any] = MappingProxyType({}),
-) -> None:
-    """Serve; SIGINT or SIGTERM drains and ends it, or ends the start-up if that is not over.
+class Source(NamedTuple):
+    """Settings and where they come from.
 
     `config` is the file that SIGHUP, or a change of it, has read again; `given` are settings of the
     server that the command line puts over the file's.
     """
+
+    settings: Settings
+    config: Path | None = None
+    given: Mapping[str, Any] = MappingProxyType({})
+
+
+class Worker(NamedTuple):
+    """What a worker process has to itself, beside the settings that it shares.
+
+    `places` of a fleet that its parent keeps; `logs` and `store` with names of its own. `late` if
+    it takes a dead one's place: the config file may have changed since its settings were read.
+    """
+
+    places: Sequence[Place]
+    siblings: Siblings
+    logs: LogsConfig
+    store: StoreConfig
+    late: bool
+
+
+class Listening(NamedTuple):
+    """Where a gateway listens, and what it serves."""
+
+    url: str
+    models: tuple[str, ...]
+
+
+Ready = Callable[[Listening], None]
+"""Called once, when requests are served."""
+
+
+async def until_signalled(
+    serving: Callable[[Ready, asyncio.Event], Awaitable[None]], announce: Ready
+) -> None:
+    """Serve; SIGINT or SIGTERM drains and ends it, or ends the start-up if that is not over."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     started = asyncio.Event()
 
-    def ready(gateway: Any) -> None:
+    def ready(listening: Listening) -> None:
         started.set()
-        announce(gateway)
+        announce(listening)
 
-    serving = asyncio.ensure_future(_serve(settings, ready, stop, config, given))
+    served = asyncio.ensure_future(serving(ready, stop))
     waiting = asyncio.ensure_future(stop.wait())
-    await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({served, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
     if not started.is_set():
-        serving.cancel()
+        served.cancel()
     with contextlib.suppress(asyncio.CancelledError):
-        await serving
+        await served
 
 
-async def _serve(
-    settings: Settings,
-    ready: Callable[[Any], None],
-    stop: asyncio.Event,
-    config: Path | None,
-    given: Mapping[str, Any],
+async def serve(
+    source: Source, ready: Ready, stop: asyncio.Event, *, worker: Worker | None = None
 ) -> None:
-    async with reloadable(settings) as reloader, asyncio.TaskGroup() as tasks:
+    """Serve until told to stop, then drain. A change of the config file is taken meanwhile."""
+    opening = reloadable(source.settings, worker=worker)
+    async with opening as reloader, asyncio.TaskGroup() as tasks:
         gateway = reloader.gateway
         gc.collect()
         gc.freeze()  # what was built so far lives as long as the process: never scan it again
         gc.set_threshold(50_000, 20, 50)  # requests leave no cycles; young ones are cheap to keep
-        ready(gateway)
+        ready(Listening(gateway.url, gateway.shell.fleet.models))
         watch = None
-        if config is not None:
-            reloader.given = given
-            watch = tasks.create_task(reloader.watching(config))
+        if source.config is not None:
+            reloader.given = source.given
+            if worker is not None and worker.late:
+                reloader.wake.set()
+            watch = tasks.create_task(reloader.watching(source.config))
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGHUP, reloader.wake.set)
         await stop.wait()
@@ -161,7 +209,9 @@ async def gateway_of(settings: Settings) -> AsyncIterator[Any]:
 
 
 @contextlib.asynccontextmanager
-async def reloadable(settings: Settings) -> AsyncIterator[Reloader]:
+async def reloadable(
+    settings: Settings, *, worker: Worker | None = None
+) -> AsyncIterator[Reloader]:
     """Everything that the settings name, running, and what takes other settings into it.
 
     Raises: ConfigError if a part cannot be built.
@@ -185,7 +235,11 @@ async def reloadable(settings: Settings) -> AsyncIterator[Reloader]:
         )
         stack.callback(warming.cancel)
         children = Children()
-        places = await stack.enter_async_context(placed(settings, children))
+        places: Sequence[Place]
+        if worker is None:
+            places = await stack.enter_async_context(placed(settings, children))
+        else:
+            places = worker.places
         fleet = await stack.enter_async_context(opened(places, settings.models, settings.breaker))
         await warming
         _log.info("fleet and kernels ready after %.1f s", time.monotonic() - began)
@@ -203,7 +257,7 @@ async def reloadable(settings: Settings) -> AsyncIterator[Reloader]:
         tokens = TokenRatio()
         parts = Parts(
             core=core,
-            open_store=open_store(settings.store, tenants),
+            open_store=open_store(settings.store if worker is None else worker.store, tenants),
             fleet=fleet,
             routes=route_names(fleet.spec),
             identify=door.identify,
@@ -214,9 +268,10 @@ async def reloadable(settings: Settings) -> AsyncIterator[Reloader]:
             server=settings.server,
             timeouts=settings.timeouts,
             monitor=settings.monitor,
-            logs=settings.logs,
+            logs=settings.logs if worker is None else worker.logs,
             event_header=event_header(settings, fleet.spec, tenants, now, midnight),
             features=feature_vector if settings.predictors.kind == "learned" else None,
+            siblings=None if worker is None else worker.siblings,
         )
         gateway = await stack.enter_async_context(running(parts))
         children.watcher = gateway.shell
@@ -267,15 +322,7 @@ async def placed(settings: Settings, children: Children) -> AsyncIterator[list[P
         places = []
         for replica in settings.fleet:
             if replica.kind == "url":
-                places.append(
-                    Place(
-                        config=replica,
-                        url=replica.url.rstrip("/").removesuffix("/v1"),
-                        engine=replica.engine,
-                        served_model=replica.served_model,
-                        api_key=replica.api_key(),
-                    )
-                )
+                places.append(url_place(replica))
             elif local is not None:
                 known = local.variants[replica.precision]
                 _log.info(
@@ -397,14 +444,15 @@ def event_header(
     }
 
 
-def _announce(gateway: Any, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({"url": gateway.url, "models": list(gateway.shell.fleet.models)}))
-    else:
-        first = gateway.shell.fleet.models[0]
-        print(
-            f"Sluice listens on {gateway.url}\n"
-            f"  OpenAI clients: base_url={gateway.url}/v1  model={first} (or auto)\n"
-            f"  dashboard {gateway.url}/   metrics {gateway.url}/metrics\n"
-        )
-    sys.stdout.flush()
+def _as_json(listening: Listening) -> None:
+    print(json.dumps(listening._asdict()), flush=True)
+
+
+def _as_text(listening: Listening) -> None:
+    url, models = listening
+    print(
+        f"Sluice listens on {url}\n"
+        f"  OpenAI clients: base_url={url}/v1  model={models[0]} (or auto)\n"
+        f"  dashboard {url}/   metrics {url}/metrics\n",
+        flush=True,
+    )

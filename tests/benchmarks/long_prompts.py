@@ -23,7 +23,7 @@ KINDS = {"ASCII": "word ", "escapes": 'a"\n', "UTF-8": "é☃ "}
 def body_of(kind, size):
     """A chat body of about `size` bytes."""
     unit = KINDS[kind]
-    text = unit * (size // len(json.dumps(unit, ensure_ascii=False).encode()) + 1)
+    text = unit * (size // len(json.dumps(unit, ensure_ascii=False)[1:-1].encode()) + 1)
     body = {"model": "m", "stream": True, "messages": [{"role": "user", "content": text}]}
     return json.dumps(body, ensure_ascii=False).encode()
 

@@ -104,3 +104,29 @@ def test_gauges_are_read_at_scrape_time():
     assert scraped(metrics)["sluice_waiting", (("q", "a"),)] == 1
     value[0] = 5.0
     assert scraped(metrics)["sluice_waiting", (("q", "a"),)] == 5
+
+
+def test_workers_are_told_as_one_and_the_dead_keep_their_counts():
+    one, two, dead = (Metrics(models=["m"]) for _ in range(3))
+    for metrics, times in ((one, 1), (two, 2), (dead, 4)):
+        for _ in range(times):
+            metrics.settled(outcome(), "gpu0")
+        gauges = (("open", sum), ("age", max))
+        for name, together in gauges:
+            read = lambda times=times: [((), times)]  # noqa: E731
+            metrics.gauges.append(Gauge(f"sluice_{name}", "Help.", (), read, together))
+    kept = dead.snapshot(counters_only=True)
+    text = one.text([two.snapshot(), kept]).decode()
+    seen = {
+        (s.name, s.labels.get("le")): s.value
+        for family in text_string_to_metric_families(text)
+        for s in family.samples
+    }
+    assert seen["sluice_slo_met_total", None] == 7
+    name = "gen_ai_server_time_to_first_token_seconds"
+    assert seen[f"{name}_count", None] == 7
+    assert seen[f"{name}_sum", None] == pytest.approx(7 * 0.3)
+    assert seen[f"{name}_bucket", "0.25"] == 0
+    assert seen[f"{name}_bucket", "0.5"] == 7
+    assert seen["sluice_open", None] == 3  # nothing of the dead is open any more
+    assert seen["sluice_age", None] == 2
