@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from domain.errors import ConfigError
+from domain.units import Seconds
 from training.evaluate import policy_named, run_live
 from training.fast_path import CompiledLoop, supports
 from training.measures import ABSENT
@@ -40,6 +41,11 @@ def scenario(groups, n=1500, **fields):
     return Scenario(name="t", fleet=fleet, classes=classes, **(base | fields))
 
 
+def policy_of(kind, **options):
+    """A policy without early refusal, which the live core alone knows."""
+    return policy_named(kind, overload_target=0.0, **options)
+
+
 def assert_alike(loop, case, policy):
     fast = loop.run(case, policy)
     slow = run_live(case, policy, learning=False)
@@ -56,7 +62,7 @@ def assert_alike(loop, case, policy):
 def test_every_scorer_decides_alike(loop, kind, groups, rate):
     """Below and past the knee, at 8 and at 64 replicas."""
     case = build(scenario(groups), rate, 3)
-    run = assert_alike(loop, case, policy_named(kind, seed=5))
+    run = assert_alike(loop, case, policy_of(kind, seed=5))
     assert len(np.unique(run.replica)) > 2
 
 
@@ -65,30 +71,35 @@ def test_every_scorer_decides_alike(loop, kind, groups, rate):
 )
 def test_options_of_the_core_act_alike(loop, options):
     case = build(scenario(1), 80.0, 4)
-    run = assert_alike(loop, case, policy_named("marginal", **options))
+    run = assert_alike(loop, case, policy_of("marginal", **options))
     assert np.isnan(run.sent).sum() > 20
 
 
 @pytest.mark.parametrize("delay", [0.2, 0.5, 1.0])
 def test_late_readings_act_alike(loop, delay):
     case = build(scenario(1, metrics=Metrics(delay=delay)), 60.0, 6)
-    assert_alike(loop, case, policy_named("best_fit"))
+    assert_alike(loop, case, policy_of("best_fit"))
 
 
 def test_many_tenants_act_alike(loop):
     """More lanes than a release looks at."""
     tenants = {f"t{k}": 1.0 / (k + 1) for k in range(12)}
     case = build(scenario(1, tenants=tenants), 90.0, 7)
-    assert_alike(loop, case, policy_named("least_requests"))
+    assert_alike(loop, case, policy_of("least_requests"))
 
 
-def test_sessions_act_alike(loop):
+@pytest.mark.parametrize("remembered", [50_000, 40])
+def test_sessions_act_alike(loop, monkeypatch, remembered):
+    """Steps of a session follow one another, and stick to a replica while it is remembered."""
+    monkeypatch.setattr("policies.prefix_index.SESSIONS", remembered)
     case = build(scenario(1, n=600), 400.0, 8)
     n = len(case.trace)
-    follows = np.where(np.arange(n) % 3 == 0, np.arange(n), np.arange(n) - 1)
+    root = np.arange(n) // 3 * 3
+    follows = np.where(np.arange(n) == root, root, np.arange(n) - 1)
     think = np.where(follows == np.arange(n), 0.0, 0.3)
-    case = replace(case, trace=replace(case.trace, follows=follows, think=think))
-    run = assert_alike(loop, case, policy_named("least_requests", shed_below=0.3))
+    trace = replace(case.trace, follows=follows, think=think, session=root)
+    case = replace(case, trace=trace)
+    run = assert_alike(loop, case, policy_of("sticky", shed_below=0.3))
     assert (run.verdict == ABSENT).sum() > 0
 
 
@@ -98,13 +109,18 @@ def test_split_fleets_act_alike(loop):
         Replicas(profile="a100-bf16-14b", phase="decode", count=3),
     )
     case = build(scenario(1).model_copy(update={"fleet": pair}), 15.0, 9)
-    assert_alike(loop, case, policy_named("round_robin"))
+    assert_alike(loop, case, policy_of("round_robin"))
 
 
 def test_what_it_does_not_know_it_refuses(loop):
+    calm = build(scenario(1, n=50), 10.0, 1)
     dying = build(scenario(1, n=50, failures=(Failure(replica=0, at=0.5),)), 10.0, 1)
-    assert not supports(dying, policy_named("best_fit"))
+    chained = replace(calm, classes=tuple(replace(c, chain=Seconds(9.0)) for c in calm.classes))
+    assert supports(calm, policy_of("best_fit"))
+    assert not supports(calm, policy_named("best_fit", overload_target=0.1))
+    assert not supports(chained, policy_of("best_fit"))
+    assert not supports(dying, policy_of("best_fit"))
     with pytest.raises(ValueError, match="does not know"):
-        loop.run(dying, policy_named("best_fit"))
+        loop.run(dying, policy_of("best_fit"))
     with pytest.raises(ConfigError):
         policy_named("nonsense")
