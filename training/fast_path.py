@@ -76,10 +76,10 @@ from training.virtual import PULL, tie
 READ, TELL = 0, 1
 
 STATE = record(
-    f="now",
-    i="choices slots open admitted timers serial sessions newest_session oldest_session",
+    f="now pulled",
+    i="choices slots open admitted timers serial coming sessions newest_session oldest_session",
 )
-"""Counters of the core and the loop, and the time of the core's last event."""
+"""Times of the core's last event and of the last pull of token counts, and counters."""
 TIMER = record(f="at measured running waiting share", i="serial kind replica")
 SESSION = record(i="home newer older")
 """The replica where a session ran last (`NONE`: not remembered), between those sent before and
@@ -99,6 +99,9 @@ class World(NamedTuple):
     length_q: Floats  # (n, Q)
     follower_start: Ints  # (n + 1,) requests that follow this one
     follower: Ints
+    coming_at: Floats  # (n,) a heap of followers by when they come
+    coming: Ints
+    every_route: Mask  # (c,)
     request_of_slot: Ints  # (n + 1,)
     measured_at: Floats  # (m,)
 
@@ -406,7 +409,12 @@ def release(
 
 @njit(cache=True, error_model="numpy")
 def pull(fl: FleetColumns, w: World, ph: sim.Physics, now: float) -> None:
-    """Whole tokens of every decoding stream, as `kernels.progress_many` would write them."""
+    """Whole tokens of every decoding stream, as `kernels.progress_many` would write them, unless
+    they were pulled a moment ago.
+    """
+    if now - w.state[0].pulled < PULL:
+        return
+    w.state[0].pulled = now
     for r in range(fl.n_streams.shape[0]):
         if fl.n_streams[r] == 0 or ph.replica[r].n_decode == 0:
             continue
@@ -478,7 +486,117 @@ def pop_timer(w: World) -> None:
     w.timers[i] = w.timers[n]
 
 
+# ---- requests that follow others
+
+
+@njit(cache=True, error_model="numpy")
+def earlier(w: World, a: int, b: int) -> bool:
+    """Whether the follower at place a of the heap comes before the one at b."""
+    x, y = w.coming_at[a], w.coming_at[b]
+    return x < y or (x == y and w.coming[a] < w.coming[b])
+
+
+@njit(cache=True, error_model="numpy")
+def swap(w: World, a: int, b: int) -> None:
+    """Let two followers change places."""
+    w.coming_at[a], w.coming_at[b] = w.coming_at[b], w.coming_at[a]
+    w.coming[a], w.coming[b] = w.coming[b], w.coming[a]
+
+
+@njit(cache=True, error_model="numpy")
+def follow(w: World, at: float, i: int) -> None:
+    """Request i comes then."""
+    s = w.state[0].coming
+    w.state[0].coming = s + 1
+    w.coming_at[s], w.coming[s] = at, i
+    while s > 0 and earlier(w, s, (s - 1) // 2):
+        swap(w, s, (s - 1) // 2)
+        s = (s - 1) // 2
+
+
+@njit(cache=True, error_model="numpy")
+def pop_follower(w: World) -> int:
+    """The follower that comes first, taken out."""
+    first = w.coming[0]
+    n = w.state[0].coming - 1
+    w.state[0].coming = n
+    w.coming_at[0], w.coming[0] = w.coming_at[n], w.coming[n]
+    s = 0
+    while 2 * s + 1 < n:
+        u = 2 * s + 1
+        if u + 1 < n and earlier(w, u + 1, u):
+            u += 1
+        if not earlier(w, u, s):
+            break
+        swap(w, u, s)
+        s = u
+    return first
+
+
 # ---- the loop
+
+
+@njit(cache=True, error_model="numpy")
+def hear(q: Room, w: World, fl: FleetColumns, ph: sim.Physics, now: float) -> None:
+    """The core hears of something: counts are pulled first if anybody waits."""
+    if q.total[0].waiting > 0:
+        pull(fl, w, ph, now)
+    w.state[0].now = now
+
+
+@njit(cache=True, error_model="numpy")
+def wake_at(rows: Records, q: Room, w: World) -> float:
+    """When the core wants to be woken: earliest expiry, patience, end of a claim, or staleness."""
+    at = np.inf
+    if q.total[0].expiring > 0:
+        at = rows[q.by_expiry[0]].expires
+    i = ripest(rows, q)
+    if rows[i].claim == NONE and rows[i].ripe > w.state[0].now:
+        at = min(at, rows[i].ripe)
+    for r in range(w.measured_at.shape[0]):
+        at = min(at, q.claim_until[r])
+        if w.state[0].now < w.measured_at[r] + kernels.STALE:
+            at = min(at, w.measured_at[r] + kernels.STALE)
+    return at
+
+
+@njit(cache=True, error_model="numpy")
+def happened(
+    rows: Records, w: World, fl: FleetColumns, rt: Routes, kind: int, i: int, now: float
+) -> None:
+    """Request i gave its first token, or its last."""
+    d, p = rt.decode[rows[i].route], rt.prefill[rows[i].route]
+    if kind == sim.FIRST_TOKEN:
+        rows[i].first = now
+        kernels.first_token(fl, d, p, rows[i].slot, now)
+        return
+    rows[i].last = now
+    kernels.unbook(fl, d, p, rows[i].slot, now)
+    pace = 0.0
+    if rows[i].output > 1:
+        pace = (now - rows[i].first) / (rows[i].output - 1)
+    met = rows[i].first - rows[i].arrived <= rows[i].ttft and pace <= rows[i].tpot
+    met = met and now - rows[i].arrived <= rows[i].e2e
+    rows[i].verdict = MET if met else MISSED
+    w.state[0].open -= 1
+    for f in range(w.follower_start[i], w.follower_start[i + 1]):
+        follow(w, now + rows[w.follower[f]].think, w.follower[f])
+
+
+@njit(cache=True, error_model="numpy")
+def admit(rows: Records, q: Room, w: World, speeds: kernels.Speeds, rt: Routes, i: int) -> None:
+    """Fill in what the queue wants to know of a request that has arrived."""
+    now, cls = rows[i].arrived, rows[i].class_id
+    ttft, tpot = kernels.fastest(
+        speeds, rt.decode, rt.prefill, w.every_route, rows[i].prompt, rows[i].expected
+    )
+    rows[i].work = ttft + rows[i].expected * tpot
+    useful = min(rows[i].ttft - ttft, rows[i].e2e - rows[i].work, q.classes[cls].max_wait)
+    rows[i].start_by = now + useful
+    rows[i].expires = max(rows[i].start_by, now)
+    rows[i].ripe = now + q.classes[cls].patience
+    w.state[0].admitted += 1
+    rows[i].order = w.state[0].admitted
 
 
 def _loop(
@@ -500,179 +618,99 @@ def _loop(
     n, m = rows.shape[0], fl.running.shape[0]
     width = 2 * ph.heap_job.shape[1]
     kinds, jobs = np.zeros(width, np.int64), np.zeros(width, np.int64)
+    event, events = 0, 0
     dirty = np.zeros(m, np.int64)
     load = np.zeros(4)
-    every_route = np.ones(rt.decode.shape[0], np.bool_)
-    follow_at, follow, n_follow = np.zeros(n), np.zeros(n, np.int64), 0
-    pulled = -np.inf
+    now = -np.inf
     root = 0
     while root < n and not rows[root].root:
         root += 1
     for r in range(m):
         later(w, rules.every * r / m, READ, r, load)
     while True:
-        at, r = sim.next_event(ph)
-        arrival = rows[root].arrival if root < n else np.inf
-        from_heap = n_follow > 0 and (
-            follow_at[0] < arrival or (follow_at[0] == arrival and follow[0] < root)
-        )
-        if from_heap:
-            arrival = follow_at[0]
-        if arrival == np.inf and w.state[0].open == 0 and at == np.inf:
-            break
-        wake = np.inf
-        if q.total[0].waiting > 0:
-            if q.total[0].expiring > 0:
-                wake = rows[q.by_expiry[0]].expires
-            i = ripest(rows, q)
-            if rows[i].claim == NONE and rows[i].ripe > w.state[0].now:
-                wake = min(wake, rows[i].ripe)
-            for k in range(m):
-                if q.claimant[k] != NONE:
-                    wake = min(wake, q.claim_until[k])
-                if w.state[0].now < w.measured_at[k] + kernels.STALE:
-                    wake = min(wake, w.measured_at[k] + kernels.STALE)
-        timer = w.timers[0].at
-        now = min(at, timer, wake, arrival)
-        if at == now:
-            if r == NONE:
-                sim.deliver(ph, kinds, jobs)
-                dirty[ph.job[jobs[0]].where] = 1
-            else:
-                count = sim.fire(ph, r, kinds, jobs)
-                dirty[r] = 1
-                for k in range(count):
-                    i = jobs[k]
-                    if q.total[0].waiting > 0 and now - pulled >= PULL:
-                        pulled = now
-                        pull(fl, w, ph, now)
-                    w.state[0].now = now
-                    c = rows[i].route
-                    d, p = rt.decode[c], rt.prefill[c]
-                    if kinds[k] == sim.FIRST_TOKEN:
-                        rows[i].first = now
-                        kernels.first_token(fl, d, p, rows[i].slot, now)
-                    else:
-                        rows[i].last = now
-                        kernels.unbook(fl, d, p, rows[i].slot, now)
-                        pace = 0.0
-                        if rows[i].output > 1:
-                            pace = (now - rows[i].first) / (rows[i].output - 1)
-                        met = (
-                            rows[i].first - rows[i].arrived <= rows[i].ttft and pace <= rows[i].tpot
-                        )
-                        met = met and now - rows[i].arrived <= rows[i].e2e
-                        rows[i].verdict = MET if met else MISSED
-                        w.state[0].open -= 1
-                        for f in range(w.follower_start[i], w.follower_start[i + 1]):
-                            j = w.follower[f]
-                            when = now + rows[j].think
-                            s = n_follow
-                            n_follow += 1
-                            while s > 0:
-                                u = (s - 1) // 2
-                                if follow_at[u] < when or (follow_at[u] == when and follow[u] < j):
-                                    break
-                                follow_at[s], follow[s] = follow_at[u], follow[u]
-                                s = u
-                            follow_at[s], follow[s] = when, j
-                    if q.total[0].waiting > 0:
-                        release(
-                            kernel, params, b, rows, q, w, fl, win, rt, be, rules, ph, dirty, now
-                        )
-        elif timer == now:
-            kind, r = w.timers[0].kind, w.timers[0].replica
-            load[0], load[1] = w.timers[0].measured, w.timers[0].running
-            load[2], load[3] = w.timers[0].waiting, w.timers[0].share
-            pop_timer(w)
-            if kind == READ:
-                sim.reading_into(ph, r, now, load[1:])
-                load[0] = now
-                later(w, now + rules.delay, TELL, r, load)
-                later(w, now + rules.every, READ, r, load)
-            else:
-                if q.total[0].waiting > 0 and now - pulled >= PULL:
-                    pulled = now
-                    pull(fl, w, ph, now)
-                w.state[0].now = now
-                if load[0] >= w.measured_at[r]:
-                    w.measured_at[r] = load[0]
-                    kernels.merge_reading(fl, r, load[0], load[1], load[2], load[3])
-                    if q.total[0].waiting > 0:
-                        release(
-                            kernel, params, b, rows, q, w, fl, win, rt, be, rules, ph, dirty, now
-                        )
-        elif wake == now:
-            if now - pulled >= PULL:
-                pulled = now
-                pull(fl, w, ph, now)
-            w.state[0].now = now
-            release(kernel, params, b, rows, q, w, fl, win, rt, be, rules, ph, dirty, now)
+        look = False  # whether the core looks for what may be sent
+        if event < events:
+            hear(q, w, fl, ph, now)
+            happened(rows, w, fl, rt, kinds[event], jobs[event], now)
+            event += 1
+            look = True
         else:
-            if from_heap:
-                i = follow[0]
-                n_follow -= 1
-                la, lf = follow_at[n_follow], follow[n_follow]
-                s = 0
-                while True:
-                    u = 2 * s + 1
-                    if u >= n_follow:
-                        break
-                    if u + 1 < n_follow and (
-                        follow_at[u + 1] < follow_at[u]
-                        or (follow_at[u + 1] == follow_at[u] and follow[u + 1] < follow[u])
-                    ):
-                        u += 1
-                    if la < follow_at[u] or (la == follow_at[u] and lf < follow[u]):
-                        break
-                    follow_at[s], follow[s] = follow_at[u], follow[u]
-                    s = u
-                follow_at[s], follow[s] = la, lf
+            at, r = sim.next_event(ph)
+            arrival = rows[root].arrival if root < n else np.inf
+            follows = w.state[0].coming > 0 and (
+                w.coming_at[0] < arrival or (w.coming_at[0] == arrival and w.coming[0] < root)
+            )
+            if follows:
+                arrival = w.coming_at[0]
+            if arrival == np.inf and w.state[0].open == 0 and at == np.inf:
+                break
+            timer = w.timers[0].at
+            wake = wake_at(rows, q, w) if q.total[0].waiting > 0 else np.inf
+            now = min(at, timer, wake, arrival)
+            if at == now:
+                event, events = 0, 0
+                if r == NONE:
+                    sim.deliver(ph, kinds, jobs)
+                    dirty[ph.job[jobs[0]].where] = 1
+                else:
+                    events = sim.fire(ph, r, kinds, jobs)
+                    dirty[r] = 1
+            elif timer == now:
+                kind, r = w.timers[0].kind, w.timers[0].replica
+                load[0], load[1] = w.timers[0].measured, w.timers[0].running
+                load[2], load[3] = w.timers[0].waiting, w.timers[0].share
+                pop_timer(w)
+                if kind == READ:
+                    sim.reading_into(ph, r, now, load[1:])
+                    load[0] = now
+                    later(w, now + rules.delay, TELL, r, load)
+                    later(w, now + rules.every, READ, r, load)
+                else:
+                    hear(q, w, fl, ph, now)
+                    if load[0] >= w.measured_at[r]:
+                        w.measured_at[r] = load[0]
+                        kernels.merge_reading(fl, r, load[0], load[1], load[2], load[3])
+                        look = True
+            elif wake == now:
+                hear(q, w, fl, ph, now)
+                look = True
             else:
-                i = root
-                root += 1
-                while root < n and not rows[root].root:
+                if follows:
+                    i = pop_follower(w)
+                else:
+                    i = root
                     root += 1
-            rows[i].arrived = now
-            w.state[0].open += 1
-            if now - pulled >= PULL:
-                pulled = now
+                    while root < n and not rows[root].root:
+                        root += 1
                 pull(fl, w, ph, now)
-            w.state[0].now = now
-            if q.total[0].waiting >= rules.queue_limit:
-                rows[i].verdict = MISSED
-                w.state[0].open -= 1
-                continue
-            cls = rows[i].class_id
-            ttft, tpot = kernels.fastest(
-                speeds, rt.decode, rt.prefill, every_route, rows[i].prompt, rows[i].expected
-            )
-            rows[i].work = ttft + rows[i].expected * tpot
-            start_by = now + min(
-                rows[i].ttft - ttft, rows[i].e2e - rows[i].work, q.classes[cls].max_wait
-            )
-            rows[i].start_by = start_by
-            rows[i].expires = max(start_by, now)
-            rows[i].ripe = now + q.classes[cls].patience
-            w.state[0].admitted += 1
-            rows[i].order = w.state[0].admitted
-            if q.total[0].waiting > 0:
-                push(rows, q, i)
-                release(kernel, params, b, rows, q, w, fl, win, rt, be, rules, ph, dirty, now)
-            else:
+                w.state[0].now = now
+                rows[i].arrived = now
+                if q.total[0].waiting >= rules.queue_limit:
+                    rows[i].verdict = MISSED
+                    continue
+                w.state[0].open += 1
+                admit(rows, q, w, speeds, rt, i)
+                look = q.total[0].waiting > 0
                 b.who[0] = i
-                k, c, hopeless = choose(kernel, params, b, rows, q, w, fl, rt, be, rules, 1, now)
+                k, c, hopeless = NONE, NONE, False
+                if not look:
+                    k, c, hopeless = choose(
+                        kernel, params, b, rows, q, w, fl, rt, be, rules, 1, now
+                    )
                 if k == NONE:
                     push(rows, q, i)
                 elif hopeless:
                     shed(rows, q, w, i)
                 else:
                     commit(rows, q, w, fl, rt, rules, ph, dirty, i, c, now)
-        for k in range(m):
-            if dirty[k] != 0:
-                dirty[k] = 0
-                if ph.replica[k].stretch == 0:
-                    sim.plan(ph, k, now)
+        if look and q.total[0].waiting > 0:
+            release(kernel, params, b, rows, q, w, fl, win, rt, be, rules, ph, dirty, now)
+        if event == events:
+            for k in range(m):
+                if dirty[k] != 0:
+                    dirty[k] = 0
+                    if ph.replica[k].stretch == 0:
+                        sim.plan(ph, k, now)
     return w.state[0].open + q.total[0].waiting
 
 
@@ -762,7 +800,7 @@ def _world(case: Case, routes: Routes, sessions: int, length_q: Floats) -> World
     counts = np.bincount(trace.follows[follows], minlength=n)
     metrics = case.scenario.metrics
     state, homes = np.zeros(1, STATE), np.zeros(sessions, SESSION)
-    state["now"] = -np.inf
+    state["now"] = state["pulled"] = -np.inf
     state["newest_session"] = state["oldest_session"] = homes["home"] = NONE
     return World(
         state=state,
@@ -772,6 +810,9 @@ def _world(case: Case, routes: Routes, sessions: int, length_q: Floats) -> World
         length_q=length_q,
         follower_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         follower=follower.astype(np.int64),
+        coming_at=np.zeros(n),
+        coming=np.zeros(n, np.int64),
+        every_route=np.ones(len(quality), np.bool_),
         request_of_slot=np.zeros(n + 1, np.int64),
         measured_at=np.full(m, -np.inf),
     )
