@@ -218,7 +218,11 @@ class ClientConnection(asyncio.Protocol):
             if not self._refused:
                 self._refuse(400, MalformedBody(f"not an HTTP/1.1 request: {exc}"))
             return
-        if self._state is _State.HEAD and self._head_bytes > self.server.limits.max_head_bytes:
+        if (
+            not self._refused  # by its declared length, with much of the body in this same read
+            and self._state is _State.HEAD
+            and self._head_bytes > self.server.limits.max_head_bytes
+        ):
             self._refuse_head()
 
     def eof_received(self) -> bool:

@@ -206,6 +206,23 @@ def test_a_body_above_the_limit_is_refused_before_it_is_read(run, size, chunked)
     run(main())
 
 
+def test_a_body_above_the_limit_is_refused_once_when_it_comes_with_its_head(run):
+    async def main():
+        failures = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: failures.append(context))
+        limits = ServerLimits(max_body_bytes=1000, max_head_bytes=2000)
+        async with serving(always(answer()), limits=limits) as (_, _, connect):
+            client = await connect()
+            head = b"POST /other HTTP/1.1\r\nhost: x\r\ncontent-length: 5000\r\n\r\n"
+            await client.send(head + b"a" * 5000)
+            assert (await client.reply())[0] == 413
+            assert await client.closed()
+        assert failures == []
+
+    run(main())
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_a_head_above_the_limit_is_refused(run, together):
     async def main():
