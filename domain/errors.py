@@ -120,9 +120,17 @@ class ShuttingDown(Evicted):
 
 
 class BackendError(ServingError):
-    """The replica failed after the request was sent to it."""
+    """The replica failed after the request was sent to it.
+
+    `said` are the engine's own words. They end the message, which is the client's, but may repeat
+    what the client sent: `detail` is the message without them, for logs.
+    """
 
     retryable: ClassVar[bool] = True
+
+    def __init__(self, message: str, *, said: str = "") -> None:
+        super().__init__(f"{message}: {said}" if said else message)
+        self.detail = message
 
 
 class BackendUnavailable(BackendError):

@@ -587,7 +587,8 @@ class Attempt:
         """Keep what comes before the first content; commit when there is some."""
         self._pending += out
         if meter.error is not None and not meter.events:
-            self._give_up(BackendUnavailable(_engine_message(meter.error)))
+            said = _engine_message(meter.error)
+            self._give_up(BackendUnavailable("the engine sent an error", said=said))
         elif meter.events or meter.complete or len(self._pending) > HELD_EVENTS:
             self._flush()
 
@@ -611,7 +612,8 @@ class Attempt:
                 self._flush()
             self._relay.finished(self, Cause.FINISHED)
         elif meter.error is not None:
-            told = StreamInterrupted(_engine_message(meter.error))
+            said = _engine_message(meter.error)
+            told = StreamInterrupted("the engine sent an error", said=said)
             self._relay.failed(self, told, told=True)
         else:
             self.on_error(BackendUnavailable("the engine's stream ended without an end"))
@@ -651,7 +653,8 @@ class Attempt:
         status = self.status or 0
         if not 400 <= status < 500 or status in {401, 403, 407, 408, 425, 429}:
             self._relay.failed(
-                self, BackendUnavailable(f"the engine answered {status}: {_engine_message(body)}")
+                self,
+                BackendUnavailable(f"the engine answered {status}", said=_engine_message(body)),
             )
             return
         if b"json" not in self._type.lower():

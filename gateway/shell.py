@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -75,6 +75,9 @@ LATE = 0.05
 """Seconds that one event may take in the core before the default policy takes over."""
 EARLIEST_WAKE = 0.001
 """Seconds between two ticks at least, so that a clock's rounding never makes a busy loop."""
+
+NOT_IMPLEMENTED = 501
+"""What engines answer to a kind of request that they do not serve."""
 
 DEGRADED = b"x-sluice-degraded: store\r\n"
 """Header of answers that were admitted on the local share."""
@@ -154,6 +157,8 @@ class Pending:
     candidates: tuple[Candidate, ...] = ()
     error: BackendError | None = None
     held: bool = False
+    doubted: list[int] = field(default_factory=list)
+    """Replicas that answered it with a 5xx; whose fault that is shows elsewhere."""
 
 
 class Shell:
@@ -293,7 +298,7 @@ class Shell:
             cause = Cause.INTERRUPTED
         send = pending.send
         if send is not None and send.attempt == report.attempt:
-            self._left(pending, send, _verdict(cause, report.usage))
+            self._left(pending, send, self._judge(pending, send, cause, report))
             self._metrics.attempts.add((self._replicas[send.replica], report.cause.value))
         self._feed(
             AttemptEnded(
@@ -303,7 +308,7 @@ class Shell:
                 cause,
                 report.usage,
                 report.last_token,
-                "" if report.error is None else report.error.message,
+                "" if report.error is None else report.error.detail,
             )
         )
 
@@ -554,6 +559,8 @@ class Shell:
         outcome = settle.outcome
         if pending.send is not None:
             self._left(pending, pending.send, Result.NEUTRAL)
+        if outcome.cause is not Cause.REJECTED and len(set(pending.doubted)) == 1:
+            self._blame(pending.doubted[:1])  # nobody else was asked; two that agree are right
         if not pending.relay.over:
             # Never leave a client waiting for a request that the core has closed.
             pending.relay.fail(pending.error or NoReplica("the request was closed"))
@@ -587,6 +594,32 @@ class Shell:
         seat.running -= 1
         seat.breaker.ended(verdict, self._clock())
         self._check(send.replica)
+        if verdict is Result.GENERATED:
+            self._blame(pending.doubted)
+            pending.doubted = []
+
+    def _judge(self, pending: Pending, send: Send, cause: Cause, report: AttemptReport) -> Result:
+        """What the end of an attempt says about its replica.
+
+        Engines answer 5xx to requests that are at fault themselves (images without a vision model,
+        tools they cannot read): while the request may be tried elsewhere, nobody is blamed yet.
+        """
+        verdict = _verdict(cause, report.usage)
+        status = report.status
+        if verdict is not Result.FAILED or status is None or status < 500:
+            return verdict
+        if status == NOT_IMPLEMENTED or pending.relay.facts().has_media:
+            return Result.NEUTRAL
+        if self._seats[send.replica].breaker.state is not State.CLOSED:
+            return verdict
+        pending.doubted.append(send.replica)
+        return Result.NEUTRAL
+
+    def _blame(self, replicas: Iterable[int]) -> None:
+        """These failed a request that was not at fault."""
+        for replica in replicas:
+            self._seats[replica].breaker.ended(Result.FAILED, self._clock())
+            self._check(replica)
 
     def _check(self, replica: int) -> None:
         """Tell the core when a replica has become usable or unusable."""

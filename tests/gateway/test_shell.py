@@ -367,3 +367,73 @@ def test_a_slow_decision_is_told_to_the_core(bench):
     opened(bench)
     assert [type(e).__name__ for e in bench.core.events] == ["Arrived", "ScorerLate"]
     assert bench.core.events[1].took == pytest.approx(1.0)
+
+
+def answered(bench, relay, replica, status, *, then=None):
+    """The replica answers with `status`; `then` is what the core does next, else it settles."""
+    request = relay.context.request
+    attempt = relay.context.send.attempt
+    assert relay.context.send.replica == replica
+    error = BackendUnavailable(f"the engine answered {status}", said="no")
+    report = bench.report(Cause.REFUSED, attempt=attempt, retryable=True, error=error)
+    bench.core.script[AttemptEnded] = lambda e: (
+        [settle(e, Cause.REFUSED, request)] if then is None else [then(e)]
+    )
+    on_loop(bench, lambda: bench.shell.ended(relay, report._replace(status=status)))
+
+
+def elsewhere(event):
+    return send(event.id, attempt=2, replica=1)
+
+
+def test_a_request_that_every_replica_answers_with_500_says_nothing_about_them(bench):
+    for _ in range(5):
+        relay = opened(bench)
+        answered(bench, relay, 0, 500, then=elsewhere)
+        answered(bench, relay, 1, 500)
+    assert [seat.breaker.admits() for seat in bench.seats] == [True, True]
+    assert bench.core.of(AvailabilityChanged) == []
+    assert [seat.running for seat in bench.seats] == [0, 0]
+
+
+def test_a_500_that_another_replica_contradicts_counts(bench):
+    for _ in range(2):
+        relay = opened(bench)
+        request = relay.context.request
+        answered(bench, relay, 0, 500, then=elsewhere)
+        bench.core.script[AttemptEnded] = lambda e, r=request: [settle(e, request=r)]
+        done = bench.report(Cause.FINISHED, attempt=2, usage=Usage(prompt=9, completion=2))
+        on_loop(bench, lambda r=relay, d=done: bench.shell.ended(r, d))
+    assert [seat.breaker.admits() for seat in bench.seats] == [False, True]
+
+
+def test_a_500_that_nobody_else_was_asked_about_counts_once_a_request(bench):
+    relay = opened(bench)
+    answered(bench, relay, 0, 500, then=lambda e: send(e.id, attempt=2))
+    answered(bench, relay, 0, 500)
+    assert bench.seats[0].breaker.admits()
+    answered(bench, opened(bench), 0, 500)
+    assert not bench.seats[0].breaker.admits()
+
+
+def test_what_an_engine_does_not_serve_says_nothing_about_it(bench):
+    media = (
+        b'{"model":"m","messages":[{"role":"user","content":'
+        b'[{"type":"image_url","image_url":{"url":"data:,"}}]}]}'
+    )
+    for _ in range(3):
+        answered(bench, opened(bench), 0, 501)
+        answered(bench, opened(bench, body=media), 0, 500)
+    assert bench.seats[0].breaker.admits()
+
+
+def test_logs_hear_of_a_failure_without_the_words_of_the_engine(bench):
+    """Engines repeat in their errors what they were sent."""
+    relay = opened(bench)
+    error = BackendUnavailable("the engine answered 500", said="cannot parse 'secret'")
+    assert "secret" in error.message
+    on_loop(
+        bench,
+        lambda: bench.shell.ended(relay, bench.report(Cause.REFUSED, retryable=True, error=error)),
+    )
+    assert bench.core.of(AttemptEnded)[0].detail == "the engine answered 500"
