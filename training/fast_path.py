@@ -10,7 +10,9 @@ that, and callers take the live core where it is not.
 
 Scorers come in as first-class functions of one signature, so the loop is compiled once for all of
 them and cached. What belongs to one request stands in one record: fewer arrays to hand over, and a
-few cache lines to read. `NONE` is -1 (CORE section 3.13).
+few cache lines to read. Functions that take many columns are inlined by numba, since a call copies
+the description of every array (kilobytes); arrays are borrowed (`training.borrowed`). `NONE` is -1
+(CORE section 3.13).
 """
 # Inside compiled code numba, not mypy, knows the types of array elements.
 # mypy: disable-error-code="arg-type, no-any-return, return-value, assignment, call-overload"
@@ -18,8 +20,10 @@ few cache lines to read. `NONE` is -1 (CORE section 3.13).
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable
 from math import ceil
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numba
@@ -27,6 +31,7 @@ import numpy as np
 from numba import njit, types
 
 from backends.sim import replica as sim
+from domain import columns as layout
 from domain.columns import (
     REQUEST_FLOATS,
     Draws,
@@ -45,11 +50,15 @@ from domain.columns import (
     scores,
 )
 from domain.length import QUANTILE_GRID
-from policies import kernels, prefix_index
+from policies import kernels, prefix_index, queue
 from policies.config import PolicyConfig
 from policies.factory import build_scorer
+from predictors import joint, roofline
 from predictors.joint import Reliability, calibrate_into
 from predictors.roofline import OnlineScales, roofline_into
+from training import borrowed as borrowing
+from training import fast_queue, measures, virtual
+from training.borrowed import borrowed
 from training.fast_queue import (
     CLASS,
     K_BEST,
@@ -148,7 +157,7 @@ class Batch(NamedTuple):
 # ---- choosing and booking (policies.chooser over arrays)
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy", inline="always")
 def fill_row(b: Batch, rows: Records, q: Room, w: World, rt: Routes, k: int, i: int) -> None:
     """Write request i into row k of the batch."""
     cls = rows[i].class_id
@@ -170,7 +179,7 @@ def fill_row(b: Batch, rows: Records, q: Room, w: World, rt: Routes, k: int, i: 
         b.estimates.sticky[k, c] = 1.0 if rt.prefill[c] == home else 0.0
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy", inline="always")
 def rows_between(
     b: Batch, low: int, high: int
 ) -> tuple[RequestColumns, EstimateColumns, Mask, Mask, Draws, Scores]:
@@ -189,7 +198,7 @@ def rows_between(
     return rq, es, b.allowed[low:high], b.room[low:high], b.draws[low:high], sc
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy", inline="always")
 def choose(
     kernel: Any,
     params: Floats,
@@ -264,7 +273,7 @@ def choose(
     return NONE, NONE, False
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy", inline="always")
 def shed(rows: Records, q: Room, w: World, i: int) -> None:
     """Request i is refused after it was admitted."""
     remove(rows, q, i)
@@ -273,7 +282,7 @@ def shed(rows: Records, q: Room, w: World, i: int) -> None:
     w.state[0].open -= 1
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def join_session(w: World, s: int, replica: int, most: int) -> None:
     """Session s ran on this replica last; beyond `most`, the one unused longest is forgotten."""
     state, sessions = w.state, w.sessions
@@ -293,7 +302,7 @@ def join_session(w: World, s: int, replica: int, most: int) -> None:
         forget_session(w, state[0].oldest_session)
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def forget_session(w: World, s: int) -> None:
     """Take session s out of the order of sending; it has no home any more."""
     older, newer = w.sessions[s].older, w.sessions[s].newer
@@ -308,7 +317,7 @@ def forget_session(w: World, s: int) -> None:
     w.sessions[s].home = NONE
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy", inline="always")
 def commit(
     rows: Records,
     q: Room,
@@ -352,7 +361,7 @@ def commit(
     dirty[p] = 1
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy", inline="always")
 def release(
     kernel: Any,
     params: Floats,
@@ -407,7 +416,7 @@ def release(
             break
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def pull(fl: FleetColumns, w: World, ph: sim.Physics, now: float) -> None:
     """Whole tokens of every decoding stream, as `kernels.progress_many` would write them, unless
     they were pulled a moment ago.
@@ -436,7 +445,7 @@ def pull(fl: FleetColumns, w: World, ph: sim.Physics, now: float) -> None:
 # ---- timers
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def later(w: World, at: float, kind: int, r: int, load: Floats) -> None:
     """Add a timer; `load` (4,) goes with it: measured at, running, waiting, share."""
     w.state[0].serial += 1
@@ -459,7 +468,7 @@ def later(w: World, at: float, kind: int, r: int, load: Floats) -> None:
     timer.share = load[3]
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def sooner(w: World, a: int, b: int) -> bool:
     """Whether timer a goes off before b."""
     return w.timers[a].at < w.timers[b].at or (
@@ -467,7 +476,7 @@ def sooner(w: World, a: int, b: int) -> bool:
     )
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def pop_timer(w: World) -> None:
     """Drop the first timer."""
     n = w.state[0].timers - 1
@@ -489,21 +498,21 @@ def pop_timer(w: World) -> None:
 # ---- requests that follow others
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def earlier(w: World, a: int, b: int) -> bool:
     """Whether the follower at place a of the heap comes before the one at b."""
     x, y = w.coming_at[a], w.coming_at[b]
     return x < y or (x == y and w.coming[a] < w.coming[b])
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def swap(w: World, a: int, b: int) -> None:
     """Let two followers change places."""
     w.coming_at[a], w.coming_at[b] = w.coming_at[b], w.coming_at[a]
     w.coming[a], w.coming[b] = w.coming[b], w.coming[a]
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def follow(w: World, at: float, i: int) -> None:
     """Request i comes then."""
     s = w.state[0].coming
@@ -514,7 +523,7 @@ def follow(w: World, at: float, i: int) -> None:
         s = (s - 1) // 2
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def pop_follower(w: World) -> int:
     """The follower that comes first, taken out."""
     first = w.coming[0]
@@ -536,7 +545,7 @@ def pop_follower(w: World) -> int:
 # ---- the loop
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy", inline="always")
 def hear(q: Room, w: World, fl: FleetColumns, ph: sim.Physics, now: float) -> None:
     """The core hears of something: counts are pulled first if anybody waits."""
     if q.total[0].waiting > 0:
@@ -544,7 +553,7 @@ def hear(q: Room, w: World, fl: FleetColumns, ph: sim.Physics, now: float) -> No
     w.state[0].now = now
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy", inline="always")
 def wake_at(rows: Records, q: Room, w: World) -> float:
     """When the core wants to be woken: earliest expiry, patience, end of a claim, or staleness."""
     at = np.inf
@@ -560,7 +569,7 @@ def wake_at(rows: Records, q: Room, w: World) -> float:
     return at
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy", inline="always")
 def happened(
     rows: Records, w: World, fl: FleetColumns, rt: Routes, kind: int, i: int, now: float
 ) -> None:
@@ -583,7 +592,7 @@ def happened(
         follow(w, now + rows[w.follower[f]].think, w.follower[f])
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy", inline="always")
 def admit(rows: Records, q: Room, w: World, speeds: kernels.Speeds, rt: Routes, i: int) -> None:
     """Fill in what the queue wants to know of a request that has arrived."""
     now, cls = rows[i].arrived, rows[i].class_id
@@ -599,7 +608,8 @@ def admit(rows: Records, q: Room, w: World, speeds: kernels.Speeds, rt: Routes, 
     rows[i].order = w.state[0].admitted
 
 
-def _loop(
+@njit(error_model="numpy")
+def _live(
     kernel: Any,
     params: Floats,
     b: Batch,
@@ -615,6 +625,10 @@ def _loop(
     ph: sim.Physics,
 ) -> int:
     """Live through the load; returns how many requests were left open, which must be 0."""
+    params, b, rows, q, w = borrowed(params), borrowed(b), borrowed(rows), borrowed(q), borrowed(w)
+    fl, win, speeds, rt = borrowed(fl), borrowed(win), borrowed(speeds), borrowed(rt)
+    be, ph = borrowed(be), borrowed(ph)
+    one = np.int64(1)
     n, m = rows.shape[0], fl.running.shape[0]
     width = 2 * ph.heap_job.shape[1]
     kinds, jobs = np.zeros(width, np.int64), np.zeros(width, np.int64)
@@ -695,7 +709,7 @@ def _loop(
                 k, c, hopeless = NONE, NONE, False
                 if not look:
                     k, c, hopeless = choose(
-                        kernel, params, b, rows, q, w, fl, rt, be, rules, 1, now
+                        kernel, params, b, rows, q, w, fl, rt, be, rules, one, now
                     )
                 if k == NONE:
                     push(rows, q, i)
@@ -714,12 +728,50 @@ def _loop(
     return w.state[0].open + q.total[0].waiting
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def forecast(survival: Floats, cap: Floats, length_q: Floats, expected: Floats) -> None:
     """Quantiles (n, Q) and whole expected tokens (n,) of forecasts (n, BINS + 1) under caps."""
     for i in range(survival.shape[0]):
         mean, _, _ = kernels.length_into(survival[i], cap[i], length_q[i])
         expected[i] = max(1.0, np.ceil(mean))
+
+
+def _loop(stamp: int) -> Callable[..., int]:
+    """The loop, to be compiled and cached as a whole for this state of its sources.
+
+    Numba's cache knows a function by its own file and what it closes over, not by what it calls.
+    """
+
+    def loop(
+        kernel: Any,
+        params: Floats,
+        b: Batch,
+        rows: Records,
+        q: Room,
+        w: World,
+        fl: FleetColumns,
+        win: kernels.Windows,
+        speeds: kernels.Speeds,
+        rt: Routes,
+        be: Beliefs,
+        rules: Rules,
+        ph: sim.Physics,
+    ) -> int:
+        _ = stamp
+        return _live(kernel, params, b, rows, q, w, fl, win, speeds, rt, be, rules, ph)
+
+    return loop
+
+
+def _stamp() -> int:
+    """A hash of the sources, beside this one, whose code and constants the loop is made of."""
+    modules = (
+        sim, layout, kernels, queue, joint, roofline, borrowing, fast_queue, measures, virtual,
+    )  # fmt: skip
+    value = 0
+    for module in modules:
+        value = zlib.crc32(Path(str(module.__file__)).read_bytes(), value)
+    return value
 
 
 # ---- from a case to columns
@@ -919,5 +971,5 @@ class CompiledLoop:
         if self._ready is None:
             function = types.FunctionType(types.none(*call))
             signature = (function, kind(row), *(kind(c) for c in columns))
-            self._ready = njit(signature, cache=True, error_model="numpy")(_loop)
+            self._ready = njit(signature, cache=True, error_model="numpy")(_loop(_stamp()))
         return self._ready

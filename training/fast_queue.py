@@ -4,7 +4,7 @@ the compiled loop: the same order, entry by entry.
 What belongs to one request stands in one record. Where the live queue lets lines die in its heaps,
 here a request knows its places and leaves them at once. Requests of one lane have one patience, so
 the order of their age is that of their arrival: a linked list instead of a heap. `NONE` is -1
-(CORE section 3.13).
+(CORE section 3.13). Compiled with the loop and cached there.
 """
 # Inside compiled code numba, not mypy, knows the types of array elements.
 # mypy: disable-error-code="arg-type, no-any-return, return-value, assignment, call-overload"
@@ -106,7 +106,7 @@ START, WORK, EXPIRY = 0, 1, 2
 """Which of a request's three keys a heap is ordered by."""
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def before(rows: Records, which: int, a: int, b: int) -> bool:
     """Whether request a comes before b."""
     if which == START:
@@ -118,7 +118,7 @@ def before(rows: Records, which: int, a: int, b: int) -> bool:
     return x < y or (x == y and rows[a].order < rows[b].order)
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def put(rows: Records, which: int, heap: Ints, i: int, a: int) -> None:
     """Request a stands at place i of the heap."""
     heap[i] = a
@@ -130,7 +130,7 @@ def put(rows: Records, which: int, heap: Ints, i: int, a: int) -> None:
         rows[a].expiry_place = i
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def place_in(rows: Records, which: int, a: int) -> int:
     """Place of request a in a heap of that kind."""
     if which == START:
@@ -140,7 +140,7 @@ def place_in(rows: Records, which: int, a: int) -> int:
     return rows[a].expiry_place
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def rise(rows: Records, which: int, heap: Ints, i: int) -> None:
     """Restore the heap upwards from i."""
     a = heap[i]
@@ -153,7 +153,7 @@ def rise(rows: Records, which: int, heap: Ints, i: int) -> None:
     put(rows, which, heap, i, a)
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def sink(rows: Records, which: int, heap: Ints, n: int, i: int) -> None:
     """Restore the heap of n downwards from i."""
     a = heap[i]
@@ -170,7 +170,7 @@ def sink(rows: Records, which: int, heap: Ints, n: int, i: int) -> None:
     put(rows, which, heap, i, a)
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def take_out(rows: Records, which: int, heap: Ints, n: int, a: int) -> None:
     """Remove request a from the heap of n."""
     i = place_in(rows, which, a)
@@ -187,7 +187,7 @@ def take_out(rows: Records, which: int, heap: Ints, n: int, a: int) -> None:
         rows[a].expiry_place = NONE
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def gather(union: Ints, found: int, i: int) -> int:
     """Append request i to the first `found` of union unless it is there; how many it holds."""
     for k in range(found):
@@ -197,7 +197,7 @@ def gather(union: Ints, found: int, i: int) -> int:
     return found + 1
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def add_first(
     rows: Records, which: int, heap: Ints, n: int, count: int, frontier: Ints, out: Ints, found: int
 ) -> int:
@@ -223,7 +223,7 @@ def add_first(
 # ---- the waiting room
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def push(rows: Records, q: Room, i: int) -> None:
     """Add request i; one that is put back must have been removed last."""
     lane = rows[i].lane
@@ -260,7 +260,7 @@ def push(rows: Records, q: Room, i: int) -> None:
     q.total[0].least_prompt = min(q.total[0].least_prompt, rows[i].prompt)
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def link(rows: Records, q: Room, lane: int, a: int, b: int) -> None:
     """In the lane, b stands right after a; either may be an end of it, `NONE`."""
     if a == NONE:
@@ -273,7 +273,7 @@ def link(rows: Records, q: Room, lane: int, a: int, b: int) -> None:
         rows[b].previous_in = a
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def remove(rows: Records, q: Room, i: int) -> None:
     """Take request i out if it waits."""
     if not rows[i].queued:
@@ -297,7 +297,7 @@ def remove(rows: Records, q: Room, i: int) -> None:
         q.total[0].least_prompt = np.inf
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def expired(rows: Records, q: Room, now: float, out: Ints) -> int:
     """Requests whose waiting ends by `now` into out; they stay until removed. Returns how many."""
     n = 0
@@ -309,7 +309,7 @@ def expired(rows: Records, q: Room, now: float, out: Ints) -> int:
     return n
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def riper(rows: Records, a: int, b: int) -> bool:
     """Whether a's patience ends before b's; `NONE` comes last."""
     if a == NONE:
@@ -320,7 +320,7 @@ def riper(rows: Records, a: int, b: int) -> bool:
     return x < y or (x == y and rows[a].order < rows[b].order)
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def ripest(rows: Records, q: Room) -> int:
     """The request whose patience ends, or ended, first; `NONE` if nothing waits."""
     best = np.int64(NONE)
@@ -330,7 +330,7 @@ def ripest(rows: Records, q: Room) -> int:
     return best
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def first_lanes(q: Room) -> int:
     """At most `LANES` lanes into `q.chosen`, least virtual time first where there are more."""
     found = 0
@@ -352,7 +352,7 @@ def first_lanes(q: Room) -> int:
     return found
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def candidates(rows: Records, q: Room, fairness: float, alpha: float, now: float, out: Ints) -> int:
     """At most K requests in the present order into out; returns how many. `alpha` is the weight of
     work at the present load.
@@ -404,7 +404,7 @@ def candidates(rows: Records, q: Room, fairness: float, alpha: float, now: float
 # ---- claims on windows
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def release_claim(rows: Records, q: Room, i: int) -> None:
     """Request i claims nothing any more."""
     r = rows[i].claim
@@ -415,7 +415,7 @@ def release_claim(rows: Records, q: Room, i: int) -> None:
         rows[i].claim = NONE
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def least_held(q: Room, fl: FleetColumns, rt: Routes) -> int:
     """The usable replica without a claim that has reserved least, `NONE` if there is none."""
     best = np.int64(NONE)
@@ -432,7 +432,7 @@ def least_held(q: Room, fl: FleetColumns, rt: Routes) -> int:
     return best
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def press_claims(rows: Records, q: Room, fl: FleetColumns, rt: Routes, now: float) -> None:
     """Requests past their patience each close one replica's window for others, oldest first, at
     most as many as there are replicas; of a tenant that is `AHEAD`, none may.
