@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import orjson
@@ -31,6 +32,8 @@ DASHBOARD = Path(__file__).with_name("dashboard") / "index.html"
 SHOWN = 50
 """Requests that the dashboard lists."""
 LOOPBACK = frozenset({"127.0.0.1", "::1"})
+FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
+"""Headers of a proxy: the client is not who is connected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,13 +226,31 @@ def _administrator(admin_key: AdminKey | None) -> Any:
 
     def check(request: Request) -> None:
         if admin_key is None:
-            if request.client is None or request.client.host not in LOOPBACK:
+            if not _is_local(request):
                 raise Unauthenticated("set an admin key to open /admin to other machines")
             return
         if not admin_key.opens(_authorization(request)):
             raise Unauthenticated("the admin key is missing or wrong")
 
     return check
+
+
+def _is_local(request: Request) -> bool:
+    """Whether somebody on this machine asks: not a proxy here for others, and not a browser for a
+    page from elsewhere (by its origin, or by a name made to point here).
+    """
+    if request.client is None or request.client.host not in LOOPBACK:
+        return False
+    headers = request.headers
+    if any(name in headers for name in FORWARDED):
+        return False
+    host = headers.get("host", "")
+    origin = headers.get("origin")
+    try:
+        name = urlsplit(f"//{host}").hostname
+    except ValueError:
+        return False
+    return name in {*LOOPBACK, "localhost"} and origin in {None, f"http://{host}"}
 
 
 def _json(value: Any, status: int = 200) -> Response:

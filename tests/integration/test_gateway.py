@@ -318,6 +318,33 @@ def test_draining_refuses_what_is_new_and_finishes_what_runs():
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "http://elsewhere.example"},
+        {"origin": "null"},
+        {"host": "elsewhere.example"},
+        {"host": "[bad"},
+        {"x-forwarded-for": "10.0.0.1"},
+        {"forwarded": "for=10.0.0.1"},
+    ],
+)
+def test_without_an_admin_key_pages_and_proxies_do_not_administer(headers):
+    """A browser on this machine posts for any page; a proxy on it for anybody."""
+
+    async def run():
+        engine = PacedEngine()
+        async with engine.running(), serving(engine.url) as gateway:
+            async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as http:
+                path = "/admin/replicas/r0/drain"
+                assert (await http.post(path, headers=headers)).status_code == 401
+                assert gateway.shell.seats[0].usable
+                own = {"origin": gateway.url}
+                assert (await http.post(path, headers=own)).json()["usable"] is False
+
+    asyncio.run(run())
+
+
 def test_a_drained_replica_gets_nothing_new():
     async def run():
         one, two = PacedEngine(), PacedEngine()
