@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from backends.upstream import Timeouts
 from backends.wire.openai import RequestFacts, RequestParser
 from domain.columns import FleetColumns
-from domain.errors import ServingError
+from domain.errors import ConfigError, ServingError
 from domain.events import Committed, ForeignLoad
 from domain.ports import Store
 from domain.request import SloClass
@@ -161,14 +161,20 @@ async def running(parts: Parts) -> AsyncIterator[Gateway]:
             plane, app, limits=ServerLimits(max_body_bytes=parts.server.body_limit_kb << 10)
         )
         grace = parts.server.drain_ms / 1000
-        host, port = await stack.enter_async_context(
-            server.listening(
-                parts.server.host,
-                parts.server.port,
-                reuse_port=parts.siblings is not None,
-                grace=grace,
+        try:
+            host, port = await stack.enter_async_context(
+                server.listening(
+                    parts.server.host,
+                    parts.server.port,
+                    reuse_port=parts.siblings is not None,
+                    grace=grace,
+                )
             )
-        )
+        except OSError as exc:
+            raise ConfigError(
+                f"cannot listen on {parts.server.host}:{parts.server.port}: "
+                f"{exc.strerror or exc}; choose another with --port or `server.port`"
+            ) from exc
         stack.push_async_callback(shell.drain, grace)
         yield Gateway(
             host=host, port=port, shell=shell, app=app, metrics=metrics, log=log, monitor=monitor

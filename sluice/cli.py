@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from domain.errors import ConfigError
@@ -74,10 +74,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as exc:
         print(exc, file=sys.stderr)
         return BAD_INPUT
+    except BaseExceptionGroup as group:
+        told, more = group.split(ConfigError)  # a part that could not be built, among its tasks
+        if told is None or more is not None:
+            raise
+        for problem in _leaves(told):
+            print(problem, file=sys.stderr)
+        return BAD_INPUT
     except KeyboardInterrupt:
         return FAILED
     except BrokenPipeError:
         return FAILED
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    """The exceptions in a group of groups."""
+    for exc in group.exceptions:
+        if isinstance(exc, BaseExceptionGroup):
+            yield from _leaves(exc)
+        else:
+            yield exc
 
 
 def overview() -> str:

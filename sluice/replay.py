@@ -119,6 +119,8 @@ def plan_of(args: Namespace) -> Trace:
     from training import trace_sources, traces
     from training.replay import from_decision_log
 
+    if args.count is not None and args.count < 1:
+        raise ConfigError(f"--count must be at least 1, not {args.count}")
     rng = np.random.default_rng(args.seed)
     try:
         if args.trace is not None:

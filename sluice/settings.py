@@ -87,10 +87,16 @@ class BadConfig(ConfigError):
 def load(path: Path) -> Settings:
     """The settings in a YAML file. Raises: BadConfig with every problem found."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as exc:
         raise BadConfig(
             [Problem(file=str(path), line=0, where="file", message=exc.strerror or str(exc))]
+        ) from exc
+    except UnicodeDecodeError as exc:
+        line = exc.object.count(b"\n", 0, exc.start) + 1
+        message = f"not UTF-8: byte 0x{exc.object[exc.start]:02x}; save the file as UTF-8"
+        raise BadConfig(
+            [Problem(file=str(path), line=line, where="file", message=message)]
         ) from exc
     settings = parse(text, str(path))
     if settings.tenants_file is None:
@@ -108,16 +114,19 @@ def load(path: Path) -> Settings:
 
 def parse(text: str, file: str) -> Settings:
     """The settings in a YAML text; `file` names it in messages. Raises: BadConfig."""
-    loader = _Loader(text)
     try:
-        data = loader.get_single_data()
+        data, lines = _read(text)
     except yaml.MarkedYAMLError as exc:
         line = exc.problem_mark.line + 1 if exc.problem_mark is not None else 0
         message = f"not YAML: {exc.problem}"
         raise BadConfig([Problem(file=file, line=line, where="file", message=message)]) from exc
-    finally:
-        loader.dispose()
-    lines = loader.lines
+    except yaml.reader.ReaderError as exc:
+        line = text.count("\n", 0, exc.position) + 1
+        message = f"not YAML: {exc.reason}: {text[exc.position]!r}"
+        raise BadConfig([Problem(file=file, line=line, where="file", message=message)]) from exc
+    except RecursionError as exc:
+        message = "not YAML: nested too deeply"
+        raise BadConfig([Problem(file=file, line=1, where="file", message=message)]) from exc
 
     def problem(where: Path_, message: str) -> Problem:
         return Problem(
@@ -279,7 +288,12 @@ class _Loader(yaml.SafeLoader):
         self._walk(node, ())
         return self.construct_document(node)
 
-    def _walk(self, node: yaml.Node, where: Path_) -> None:
+    def _walk(self, node: yaml.Node, where: Path_, above: tuple[yaml.Node, ...] = ()) -> None:
+        if node in above:
+            raise yaml.MarkedYAMLError(
+                problem="an anchor holds itself", problem_mark=node.start_mark
+            )
+        above = (*above, node)
         self.lines.setdefault(where, node.start_mark.line + 1)
         if isinstance(node, yaml.MappingNode):
             seen: set[str] = set()
@@ -291,10 +305,19 @@ class _Loader(yaml.SafeLoader):
                     )
                 seen.add(name)
                 self.lines[*where, name] = key.start_mark.line + 1
-                self._walk(value, (*where, name))
+                self._walk(value, (*where, name), above)
         elif isinstance(node, yaml.SequenceNode):
             for i, value in enumerate(node.value):
-                self._walk(value, (*where, i))
+                self._walk(value, (*where, i), above)
+
+
+def _read(text: str) -> tuple[Any, dict[Path_, int]]:
+    """The data in a YAML text, and the line of every value. Raises: YAMLError, RecursionError."""
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data(), loader.lines
+    finally:
+        loader.dispose()
 
 
 def _line(lines: dict[Path_, int], where: Path_) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from domain.errors import ConfigError
 from training.traces import (
     Floats,
     Ints,
@@ -79,9 +80,12 @@ def load(
 def columns(path: Path, names: Sequence[str] | None = None) -> dict[str, Any]:
     """Columns of a Parquet file as numpy arrays (lists stay lists).
 
-    Raises: FileNotFoundError that says where it looked.
+    Raises: FileNotFoundError that says where it looked; ConfigError without pyarrow.
     """
-    import pyarrow.parquet as pq
+    try:
+        import pyarrow.parquet as pq
+    except ModuleNotFoundError as exc:
+        raise ConfigError("traces are Parquet files: `pip install pyarrow` reads them") from exc
 
     if not path.exists():
         raise FileNotFoundError(f"no data set at {path}; set --data or SLUICE_DATA")

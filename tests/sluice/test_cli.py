@@ -1,12 +1,14 @@
 """Every subcommand explains itself, and bad input is told apart from a failure."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from domain.errors import ConfigError
 from sluice.cli import SUBCOMMANDS, main
 from sluice.explain import story
 
@@ -76,6 +78,36 @@ def test_bad_input_exits_with_2(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["serve"])
     assert caught.value.code == 2
+
+
+def test_a_port_that_is_taken_is_said_in_one_line(tmp_path, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = tmp_path / "c.yaml"
+        config.write_text(
+            "models: {m: {variants: {v: {}}}}\n"
+            "fleet: [{kind: url, name: a, variant: v, url: 'http://127.0.0.1:9'}]\n"
+            "logs: {decisions: null}\n"
+            f"server: {{port: {port}}}\n"
+        )
+        assert main(["serve", "-c", str(config)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"cannot listen on 127.0.0.1:{port}: ")
+    assert "--port" in line
+
+
+def test_what_is_no_bad_input_still_fails_loudly(monkeypatch):
+    def broken(_args):
+        raise ExceptionGroup("tasks", [ConfigError("a"), ValueError("b")])
+
+    monkeypatch.setattr("sluice.key.run", broken)
+    with pytest.raises(ExceptionGroup):
+        main(["key"])
+
+
+def test_replay_of_nothing_is_refused(capsys):
+    assert main(["replay", "--poisson", "--count", "0"]) == 2
+    assert "--count must be at least 1" in capsys.readouterr().err
 
 
 def test_the_command_starts_without_the_heavy_parts():

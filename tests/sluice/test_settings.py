@@ -148,6 +148,30 @@ def test_what_is_no_mapping_is_refused(text):
     assert problems(text)
 
 
+@pytest.mark.parametrize(
+    ("raw", "line", "message"),
+    [
+        (b"a: 1\nb: \xff\n", 2, "not UTF-8: byte 0xff"),
+        (b"a: 1\n\nb: \x00\n", 3, "special characters are not allowed"),
+        (b"a: 1\nb: &b [*b]\n", 2, "an anchor holds itself"),
+        (b"[" * 5000, 1, "nested too deeply"),
+    ],
+)
+def test_a_file_that_cannot_be_read_as_yaml_is_a_problem_with_a_line(tmp_path, raw, line, message):
+    file = tmp_path / "bad.yaml"
+    file.write_bytes(raw)
+    with pytest.raises(BadConfig) as caught:
+        load(file)
+    [problem] = caught.value.problems
+    assert (problem.line, problem.where) == (line, "file")
+    assert message in problem.message
+
+
+def test_an_anchor_may_be_used_more_than_once():
+    assert parse(GOOD + "monitor: &m {every_ms: 500}\n", "f").monitor.every_ms == 500
+    assert not any("anchor" in p for p in problems("a: &a [1]\nb: [*a, *a]\n"))
+
+
 def test_check_prints_problems_and_exits_with_2(tmp_path, capsys):
     bad = tmp_path / "bad.yaml"
     bad.write_text(GOOD.replace("variant: v", "variant: w"))
