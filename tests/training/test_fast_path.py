@@ -88,6 +88,20 @@ def test_many_tenants_act_alike(loop):
     assert_alike(loop, case, policy_of("least_requests"))
 
 
+@pytest.mark.parametrize("kind", ["least_requests", "marginal"])
+def test_a_flood_that_grows_old_acts_alike(loop, kind):
+    """Ripe requests of a tenant far ahead wait like the rest; others claim windows."""
+    aged = {
+        "fast": Promise(ttft=0.5, tpot=0.05, patience=0.3, sheddable=False, max_wait=8.0),
+        "slow": Promise(rank=1, ttft=3.0, tpot=0.1, patience=0.5),
+        "batch": Promise(rank=2, e2e=30.0, sheddable=False, max_wait=40.0, patience=2.0),
+    }
+    flood = scenario(1, tenants={"flood": 8.0, "calm": 1.0}).model_copy(update={"classes": aged})
+    case = build(flood, 90.0, 10)
+    run = assert_alike(loop, case, policy_of(kind))
+    assert np.nanmax(run.sent - run.arrival) > 2.0
+
+
 @pytest.mark.parametrize("remembered", [50_000, 40])
 def test_sessions_act_alike(loop, monkeypatch, remembered):
     """Steps of a session follow one another, and stick to a replica while it is remembered."""
