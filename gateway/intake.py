@@ -6,10 +6,11 @@ tokens.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
 
@@ -25,6 +26,9 @@ TPOT = (b"x-slo-tpot-ms", b"x-llm-d-slo-tpot-ms")
 E2E = (b"x-slo-e2e-ms",)
 QUALITY = (b"x-slo-quality",)
 CLASS = (b"x-slo-class", b"x-gateway-inference-objective")
+PACED = frozenset((*TTFT, *TPOT))
+ASKED = frozenset((*TTFT, *TPOT, *E2E, *QUALITY, *CLASS))
+"""Headers by which a request asks for anything of its own."""
 SESSION = b"x-session-id"
 PASSED_ON = (b"traceparent", b"tracestate")
 
@@ -65,7 +69,12 @@ class Intake:
         headers = dict(reversed(relay.request.headers))  # of a header sent twice the first counts
         tenant, key = self.identify(headers.get(b"authorization"))
         facts = relay.facts()
-        promised = self._class_of(tenant, headers)
+        if ASKED.isdisjoint(headers):
+            promised = self.classes[tenant.class_name or self.default_class]
+            slo = promised.slo if facts.stream else _unstreamed(promised.slo)
+        else:
+            promised = self._class_of(tenant, headers)
+            slo = limits(headers, promised.slo, stream=facts.stream)
         tokens = float(facts.prompt_ids)
         if facts.prompt_chars or not facts.prompt_ids:
             tokens += self.estimate(facts.model, facts.prompt_chars)
@@ -76,7 +85,7 @@ class Intake:
             model=facts.model,
             prompt_tokens=tokens,
             max_tokens=None if facts.max_tokens is None else float(facts.max_tokens),
-            slo=limits(headers, promised.slo, stream=facts.stream),
+            slo=slo,
             class_name=promised.name,
             stream=facts.stream,
             choices=facts.choices,
@@ -124,7 +133,7 @@ def limits(headers: Headers, promised: Slo, *, stream: bool) -> Slo:
 
     Raises: MalformedBody naming the header.
     """
-    if stream and not any(b"slo" in name for name in headers):
+    if stream and ASKED.isdisjoint(headers):
         return promised
     ttft = _number(headers, TTFT)
     tpot = _number(headers, TPOT)
@@ -144,10 +153,19 @@ def limits(headers: Headers, promised: Slo, *, stream: bool) -> Slo:
     )
 
 
-def ignored_limits(headers: Headers) -> str:
-    """Names of the limits that an unstreamed request asked for in vain, comma-separated."""
-    found = (("ttft", _first(headers, TTFT)), ("tpot", _first(headers, TPOT)))
-    return ", ".join(name for name, header in found if header is not None)
+def ignored_limits(names: Iterable[bytes]) -> str:
+    """Limits that an unstreamed request asked for in vain by these headers, comma-separated."""
+    asked = PACED.intersection(names)
+    if not asked:
+        return ""
+    found = (("ttft", TTFT), ("tpot", TPOT))
+    return ", ".join(limit for limit, spelled in found if not asked.isdisjoint(spelled))
+
+
+@functools.lru_cache(maxsize=256)
+def _unstreamed(slo: Slo) -> Slo:
+    """What is left of a class's promise where nothing is streamed."""
+    return Slo(e2e=slo.e2e, quality=slo.quality)
 
 
 def prefix_blocks(facts: RequestFacts, salt: str) -> tuple[int, ...]:

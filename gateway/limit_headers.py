@@ -13,17 +13,13 @@ from policies.bucket import Standing
 
 def limit_headers(standing: Standing) -> bytes:
     """Encoded lines; empty where nothing is limited."""
-    pairs = (
-        ("limit-requests", _count(standing.limit_requests)),
-        ("remaining-requests", _count(standing.remaining_requests)),
-        ("reset-requests", _given(standing.reset_requests, standing.limit_requests)),
-        ("limit-tokens", _count(standing.limit_tokens)),
-        ("remaining-tokens", _count(standing.remaining_tokens)),
-        ("reset-tokens", _given(standing.reset_tokens, standing.limit_tokens)),
+    requests = _lines(
+        "requests", standing.limit_requests, standing.remaining_requests, standing.reset_requests
     )
-    return "".join(
-        f"x-ratelimit-{name}: {value}\r\n" for name, value in pairs if value is not None
-    ).encode()
+    tokens = _lines(
+        "tokens", standing.limit_tokens, standing.remaining_tokens, standing.reset_tokens
+    )
+    return (requests + tokens).encode()
 
 
 def duration(seconds: float) -> str:
@@ -38,9 +34,12 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{left}s" if minutes else f"{left}s"
 
 
-def _count(value: float | None) -> str | None:
-    return None if value is None else str(int(value))
-
-
-def _given(seconds: float | None, limit: float | None) -> str | None:
-    return None if seconds is None or limit is None else duration(seconds)
+def _lines(what: str, limit: float | None, left: float | None, reset: float | None) -> str:
+    if limit is None:
+        return ""
+    lines = f"x-ratelimit-limit-{what}: {int(limit)}\r\n"
+    if left is not None:
+        lines += f"x-ratelimit-remaining-{what}: {int(left)}\r\n"
+    if reset is not None:
+        lines += f"x-ratelimit-reset-{what}: {duration(reset)}\r\n"
+    return lines

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from backends.adapters.table import Load
 from backends.breaker import Breaker, Result, State
@@ -197,6 +197,14 @@ class Shell:
         self._late = late
         self._clock = clock
         self._wall_offset = time.time() - clock()
+        self._doers: dict[type[Action], Callable[[Any], None]] = {
+            Commit: self._commit,
+            Send: self._send,
+            Hold: self._hold,
+            Shed: self._refuse,
+            Abort: self._abort,
+            Settle: self._settle,
+        }
         self._inbox: deque[Event] = deque()
         self._busy = False
         self._open: dict[str, Pending] = {}
@@ -492,21 +500,15 @@ class Shell:
             self._do(action)
 
     def _do(self, action: Action) -> None:
-        match action:
-            case Commit():
-                answer = self._store.commit(action, self._last)
-                if answer is not None:
-                    self._inbox.append(answer)
-            case Send():
-                self._send(action)
-            case Hold():
-                self._open[action.id].held = True
-            case Shed():
-                self._refuse(action)
-            case Abort():
-                self._abort(action)
-            case Settle():
-                self._settle(action)
+        self._doers[type(action)](action)
+
+    def _commit(self, commit: Commit) -> None:
+        answer = self._store.commit(commit, self._last)
+        if answer is not None:
+            self._inbox.append(answer)
+
+    def _hold(self, hold: Hold) -> None:
+        self._open[hold.id].held = True
 
     def _send(self, send: Send) -> None:
         pending = self._open[send.id]
@@ -759,7 +761,7 @@ def _prediction_headers(send: Send, relay: Relay) -> bytes:
     if prediction.tpot:
         lines += b"x-sluice-predicted-tpot-ms: %.2f\r\n" % (1000 * prediction.tpot[_MEDIAN])
     if not relay.facts().stream:
-        ignored = ignored_limits(dict(relay.request.headers))
+        ignored = ignored_limits([name for name, _ in relay.request.headers])
         if ignored:
             lines += b"x-sluice-ignored-limits: %b\r\n" % ignored.encode()
     return lines

@@ -506,11 +506,17 @@ class Account:
 
     def standing(self, *, key: str | None, model: str, now: float) -> Standing:
         """The tightest of this client's request and token limits."""
-        meters, _ = self._path(key, model)
-        buckets = [m.bucket for m in meters if m.bucket is not None]
-        windows = [m.requests for m in meters if m.requests is not None]
-        bucket = min(buckets, key=lambda b: b.level_at(now), default=None)
-        window = min(windows, key=lambda w: w.limit - w.advance(now), default=None)
+        path = self._paths.get((key, model))
+        meters, _ = path if path is not None else self._path(key, model)
+        bucket, window = None, None
+        for meter in meters:
+            own, requests = meter.bucket, meter.requests
+            if own is not None and (bucket is None or own.level_at(now) < bucket.level_at(now)):
+                bucket = own
+            if requests is not None:
+                left = requests.limit - requests.advance(now)
+                if window is None or left < window.limit - window.total:
+                    window = requests
         rate = bucket.rate if bucket is not None else 0.0
         level = bucket.level_at(now) if bucket is not None else 0.0
         return Standing(
