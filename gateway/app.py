@@ -194,7 +194,9 @@ def create_app(desk: Desk, plane: Plane) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def framework(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return _response(http_reply(error.status_code, message))
+        response = _response(http_reply(error.status_code, message))
+        response.headers.update(error.headers or {})  # `Allow`, which a 405 must carry
+        return response
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:

@@ -19,8 +19,21 @@ from starlette.types import Receive, Scope, Send
 from backends.wire.openai import SURFACES, Surface
 from domain.errors import ModelForbidden, Unauthenticated, UnknownModel
 from domain.request import AUTO, Tenant
+from gateway.api_schema import (
+    ERROR,
+    HEALTH,
+    MODEL,
+    MODELS,
+    READY,
+    RECORD,
+    REPLICA,
+    STATUS,
+    answers_json,
+    answers_text,
+)
 from gateway.asgi import answer
 from gateway.decision_log import DecisionLog
+from gateway.error_map import http_reply
 from gateway.intake import Identify
 from gateway.metrics import Metrics, Snapshot
 from gateway.relay import ClientRequest, Plane
@@ -58,14 +71,18 @@ def build_router(desk: Desk) -> APIRouter:
     def tenant_of(request: Request) -> Tenant:
         return desk.identify(_authorization(request)).tenant
 
-    @router.get("/v1/models")
+    @router.get("/v1/models", response_class=Response, responses=answers_json(MODELS, _401=ERROR))
     async def models(request: Request) -> Response:
         tenant = tenant_of(request)
         names = [*desk.shell.fleet.models, AUTO]
         listed = [_model(desk, name) for name in names if _may(tenant, name)]
         return _json({"object": "list", "data": listed})
 
-    @router.get("/v1/models/{name:path}")
+    @router.get(
+        "/v1/models/{name:path}",
+        response_class=Response,
+        responses=answers_json(MODEL, _401=ERROR, _403=ERROR, _404=ERROR),
+    )
     async def model(name: str, request: Request) -> Response:
         tenant = tenant_of(request)
         if name not in {*desk.shell.fleet.models, AUTO}:
@@ -74,11 +91,11 @@ def build_router(desk: Desk) -> APIRouter:
             raise ModelForbidden(f"this key may not use {name!r}")
         return _json(_model(desk, name))
 
-    @router.get("/health")
+    @router.get("/health", response_class=Response, responses=answers_json(HEALTH))
     async def health() -> Response:
         return _json({"status": "ok"})
 
-    @router.get("/ready")
+    @router.get("/ready", response_class=Response, responses=answers_json(READY, _503=READY))
     async def ready() -> Response:
         usable = [s.name for s in desk.shell.seats if s.usable]
         is_ready = desk.shell.ready
@@ -87,7 +104,7 @@ def build_router(desk: Desk) -> APIRouter:
             status=200 if is_ready else 503,
         )
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=Response, responses=answers_text("text/plain"))
     async def metrics() -> Response:
         others = [msgspec.convert(c, Snapshot) for c in await desk.others.counts()]
         text = desk.metrics.text(others)
@@ -97,11 +114,21 @@ def build_router(desk: Desk) -> APIRouter:
     async def dashboard() -> str:
         return DASHBOARD.read_text()
 
-    @router.get("/admin/status", dependencies=administrator)
+    @router.get(
+        "/admin/status",
+        dependencies=administrator,
+        response_class=Response,
+        responses=answers_json(STATUS, _401=ERROR),
+    )
     async def status() -> Response:
         return _json(_together([_status(desk), *await desk.others.ask("status")]))
 
-    @router.get("/admin/requests/{request_id}", dependencies=administrator)
+    @router.get(
+        "/admin/requests/{request_id}",
+        dependencies=administrator,
+        response_class=Response,
+        responses=answers_json(RECORD, _401=ERROR, _404=ERROR),
+    )
     async def explain(request_id: str) -> Response:
         record = desk.log.find(request_id)
         if record is None:
@@ -109,14 +136,19 @@ def build_router(desk: Desk) -> APIRouter:
             record = elsewhere[0] if elsewhere else None
         if record is None:
             message = f"no recent request {request_id!r}; older ones: sluice explain"
-            return _json({"error": {"message": message}}, status=404)
+            return _not_found(message)
         return _json(record)
 
-    @router.post("/admin/replicas/{name}/{verb}", dependencies=administrator)
+    @router.post(
+        "/admin/replicas/{name}/{verb}",
+        dependencies=administrator,
+        response_class=Response,
+        responses=answers_json(REPLICA, _401=ERROR, _404=ERROR),
+    )
     async def drain(name: str, verb: str) -> Response:
         if name not in desk.shell.replicas or verb not in {"drain", "restore"}:
             message = "POST /admin/replicas/NAME/drain or /restore, NAME from /admin/status"
-            return _json({"error": {"message": message}}, status=404)
+            return _not_found(message)
         _drain(desk.shell, name, drained=verb == "drain")
         await desk.others.ask(verb, name)
         index = desk.shell.replicas.index(name)
@@ -255,6 +287,10 @@ def _is_local(request: Request) -> bool:
 
 def _json(value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+def _not_found(message: str) -> Response:
+    return Response(http_reply(404, message).body, 404, media_type="application/json")
 
 
 def _may(tenant: Tenant, model: str) -> bool:
