@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from domain.errors import ConfigError
+from sluice.kernel_cache import drop_stale
 
 DONE = 0
 FAILED = 1
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if found is None:
         print(f"sluice: no subcommand {name!r}\n\n{overview()}", file=sys.stderr)
         return BAD_INPUT
+    drop_stale()
     module: Module = importlib.import_module(found.module)
     parser = ArgumentParser(
         prog=f"sluice {name}",

@@ -7,9 +7,13 @@ from typing import TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 
+from sluice.kernel_cache import drop_stale
+
 # A shared machine may be slow for reasons that no test can know; correctness is what is checked.
 settings.register_profile("sluice", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("sluice")
+
+drop_stale()  # an edited kernel is tested, not what was compiled before
 
 R = TypeVar("R", pytest.TestReport, pytest.CollectReport)
 
