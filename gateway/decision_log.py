@@ -7,6 +7,7 @@ is slower than the traffic, whole batches are dropped and counted rather than ke
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -14,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import orjson
 
@@ -93,8 +94,14 @@ class DecisionLog:
         return next((r for r in self.recent() if r["id"] == request_id), None)
 
     def _take(self) -> list[Record]:
-        records = [make() for make in self._waiting]
-        self._waiting.clear()
+        waiting, self._waiting = self._waiting, []
+        records = []
+        for make in waiting:
+            try:
+                records.append(make())
+            except Exception:  # noqa: BLE001 - outermost of a background job: one bad record is one line
+                self.dropped += 1
+                _log.exception("a decision record could not be made")
         self._recent.extend(records)
         if self._writer is not None and records:
             lines = b"".join(
@@ -113,23 +120,26 @@ class DecisionLog:
 
     def _write(self, path: Path) -> None:
         """The writer thread: append batches, rotate, until it is told to stop."""
-        file = path.open("ab")
-        try:
-            while (batch := self._batches.get()) is not None:
-                lines, count = batch
+        file: BinaryIO | None = None
+        while (batch := self._batches.get()) is not None:
+            lines, count = batch
+            try:
+                if file is None:
+                    file = path.open("ab")
                 if file.tell() and file.tell() + len(lines) > self._max_bytes:
                     file.close()
+                    file = None
                     rotate(path, self._keep)
                     file = path.open("ab")
-                try:
-                    file.write(lines)
-                    file.flush()
-                    self.written += count
-                except OSError:
-                    self.dropped += count
-                    _log.exception("cannot write %s; %d records lost", path, count)
-        finally:
-            file.close()
+                file.write(lines)
+                file.flush()
+                self.written += count
+            except OSError:
+                self.dropped += count
+                _log.exception("cannot write %s; %d records lost", path, count)
+        if file is not None:
+            with contextlib.suppress(OSError):  # what could not be written was counted
+                file.close()
 
 
 def rotate(path: Path, keep: int) -> None:

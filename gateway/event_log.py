@@ -7,7 +7,9 @@ same events gives the same actions; `replay` says where it does not.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +30,8 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 BUFFER_BYTES = 1 << 16
 
+_log = logging.getLogger(__name__)
+
 
 def digest(actions: Sequence[Action]) -> bytes:
     """Eight bytes that stand for a list of actions."""
@@ -36,12 +40,15 @@ def digest(actions: Sequence[Action]) -> bytes:
 
 
 class EventLog:
-    """Writes events and what they gave; a context manager. Buffered, so a crash may cut the end."""
+    """Writes events and what they gave; a context manager. Buffered, so a crash may cut the end; a
+    file that cannot be written ends too, and `append` does nothing from then on.
+    """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         self._path = path
         self._header = header
         self._file: BinaryIO | None = None
+        self._broken = False
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,16 +64,33 @@ class EventLog:
         trace: TracebackType | None,
     ) -> None:
         if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            try:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._file.close()
+            except OSError as exc:
+                self._give_up(exc)
 
     def append(self, event: Event, actions: Sequence[Action]) -> None:
         """Write one event and the digest of the actions that it gave."""
         frame = _ENCODER.encode((_KIND_OF[type(event)], event, digest(actions)))
         if self._file is None:
+            if self._broken:
+                return
             raise ValueError("the event log is not open; enter it first")
-        self._file.write(len(frame).to_bytes(4, "little") + frame)
+        try:
+            self._file.write(len(frame).to_bytes(4, "little") + frame)
+        except OSError as exc:
+            self._give_up(exc)
+
+    def _give_up(self, why: OSError) -> None:
+        """Requests go on without it: a log with a gap would be of no use."""
+        _log.error("cannot write %s, which ends here: %s", self._path, why)
+        self._broken = True
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
 
 
 @dataclass(frozen=True, slots=True)

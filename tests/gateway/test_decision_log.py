@@ -73,3 +73,49 @@ def test_search_finds_the_latest_whole_line(tmp_path, wanted):
     path.write_bytes(b'{"id":"a","n":1}\n{"id":"a","n":2,"x":"b"}\n{"id":"cut"')
     expected = {"a": {"id": "a", "n": 2, "x": "b"}, "b": {"id": "b", "n": 1}}
     assert search(path, wanted) == expected.get(wanted)
+
+
+def test_a_record_that_cannot_be_made_is_one_line_lost(tmp_path):
+    path = tmp_path / "d.jsonl"
+
+    async def run():
+        async with DecisionLog(path) as log:
+            log.append(lambda: {"id": "a"})
+            log.append(lambda: {"id": int("x")})
+            log.append(lambda: {"id": "b"})
+            assert [r["id"] for r in log.recent()] == ["b", "a"]
+        assert (log.written, log.dropped) == (2, 1)
+
+    asyncio.run(run())
+    assert lines(path) == ["a", "b"]
+
+
+def test_a_file_that_cannot_be_opened_loses_lines_and_the_log_still_ends(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.mkdir()
+
+    async def run():
+        async with DecisionLog(path) as log:
+            for i in range(PENDING_BATCHES + 5):
+                log.append(lambda i=i: {"id": str(i)})
+                log.recent()
+        assert (log.written, log.dropped) == (0, PENDING_BATCHES + 5)
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_a_rotation_that_fails_loses_lines_and_the_log_goes_on(tmp_path):
+    path = tmp_path / "d.jsonl"
+    blocker = tmp_path / "d.jsonl.1"
+    blocker.mkdir()
+    (blocker / "x").touch()  # nothing can be moved over it
+
+    async def run():
+        async with DecisionLog(path, max_bytes=20, keep=1) as log:
+            for i in range(4):
+                log.append(lambda i=i: {"id": f"r{i:08d}"})
+                log.recent()
+        assert log.dropped > 0
+        assert log.written + log.dropped == 4
+
+    asyncio.run(asyncio.wait_for(run(), 10))

@@ -1,5 +1,6 @@
 """What goes into the event log comes out equal, and a core that acts otherwise is found out."""
 
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -34,6 +35,7 @@ from gateway.event_log import EventLog, digest, read, read_header, replay
 REQUEST = InferenceRequest(
     id="r1", tenant="t", model="m", prompt_tokens=3.5, slo=Slo(ttft=0.2), blocks=(1, 2**63), tie=7
 )
+FULL = Path("/dev/full")
 FLEET = FleetSpec(
     replicas=(ReplicaSpec(name="a", variant="v"),), variants=(Variant(name="v", model="m"),)
 )
@@ -107,3 +109,14 @@ def test_another_file_is_refused(tmp_path):
 def test_digest_tells_kinds_apart():
     assert digest([Hold("a")]) != digest([Shed("a", Reason.RATE)])
     assert digest([]) != digest([Hold("a")])
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="a disk that is full is Linux's /dev/full")
+def test_a_full_disk_ends_the_log_and_nothing_else(caplog):
+    with EventLog(FULL, {}) as log:
+        for _ in range(5000):  # more than the buffer holds
+            log.append(EVENTS[0], [])
+    assert len(caplog.messages) == 1
+    with EventLog(FULL, {}) as log:
+        log.append(EVENTS[0], [])  # fails on leaving
+    assert len(caplog.messages) == 2
