@@ -134,12 +134,15 @@ class BaselineEstimator:
     def learn(self, outcome: Outcome) -> None:
         """Take one outcome in: lengths from engine counts, scales from first tokens, P(SLO) from
         limits met.
+
+        Of several choices neither length nor pace is learned: some engines count the tokens of all
+        of them, some of one.
         """
         request, usage = outcome.request, outcome.usage
-        if outcome.cause is Cause.FINISHED and usage.source is not UsageSource.NONE:
+        single = request.choices == 1
+        if single and outcome.cause is Cause.FINISHED and usage.source is not UsageSource.NONE:
             cut = request.max_tokens is not None and usage.completion >= request.max_tokens
-            per_choice = usage.completion / max(request.choices, 1)
-            self._lengths.observe(request.model, request.text_group, per_choice, censored=cut)
+            self._lengths.observe(request.model, request.text_group, usage.completion, censored=cut)
         prediction = outcome.prediction
         if prediction is None or outcome.replica is None or outcome.sent is None:
             return
@@ -147,7 +150,7 @@ class BaselineEstimator:
             self._scales.learn_ttft(
                 outcome.replica, prediction.ttft[MIDDLE], outcome.first_token - outcome.sent
             )
-        if outcome.tpot is not None and request.stream and usage.completion >= 4:
+        if single and outcome.tpot is not None and request.stream and usage.completion >= 4:
             alone, shared = self._step(outcome.replica, prediction, request.prompt_tokens)
             self._scales.learn_tpot(
                 outcome.replica, alone, shared, prediction.tpot[MIDDLE], outcome.tpot

@@ -130,8 +130,9 @@ class LearnedEstimator:
         request, usage = outcome.request, outcome.usage
         kept = self._forecasts.pop(request.id, None)
         counted = usage.source is not UsageSource.NONE and usage.completion >= 1
+        counted = counted and request.choices == 1  # else it may be the tokens of one, or of all
         if counted and outcome.cause in {Cause.FINISHED, Cause.CLIENT_GONE}:
-            tokens = usage.completion / max(request.choices, 1)
+            tokens = usage.completion
             cut = outcome.cause is not Cause.FINISHED or (
                 request.max_tokens is not None and usage.completion >= request.max_tokens
             )

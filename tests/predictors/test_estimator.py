@@ -124,13 +124,19 @@ def test_lengths_come_from_finished_answers_with_a_count():
     assert estimator.length(limited).survives(100.0) > 0.3
 
 
-def test_several_choices_are_divided():
-    """`n` answers of one request count as their mean length."""
-    estimator = bound(plain_state(1))
-    four = replace(REQUEST, choices=4)
+def test_several_choices_teach_neither_length_nor_pace():
+    """Of `n` answers vLLM counts all tokens, llama.cpp those of one: neither can be divided."""
+    state = plain_state(1)
+    estimator = bound(state)
+    before = fill(estimator, state)
+    prior = estimator.length(REQUEST).mean
+    four = replace(REQUEST, choices=4, max_tokens=100.0)
     for _ in range(200):
         estimator.learn(outcome(request=four))
-    assert estimator.length(four).quantile(0.5) == pytest.approx(25, rel=0.2)
+    assert estimator.length(REQUEST).mean == prior
+    after = fill(estimator, state)
+    assert np.array_equal(before.tpot, after.tpot)
+    assert not np.array_equal(before.ttft, after.ttft)
 
 
 def test_what_was_never_sent_or_never_streamed_teaches_no_latency():
