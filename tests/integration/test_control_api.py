@@ -1,4 +1,4 @@
-"""schemathesis against the control API of a real gateway: no 5xx, every answer as the schema says."""
+"""The control API of a real gateway under schemathesis: no 5xx, answers as the schema says."""
 
 import contextlib
 import subprocess
