@@ -17,7 +17,8 @@ class PacedEngine:
     turn; each gives `max_tokens` tokens (`tokens` without), one every `pace` seconds after
     `prefill` seconds.
 
-    `failing` answers every prompt with a 500; `silent` reads prompts and never answers.
+    `failing` answers every prompt with a 500, `refusing` with a 400; `silent` reads prompts and
+    never answers.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class PacedEngine:
         self.prefill = prefill
         self.tokens = tokens
         self.failing = False
+        self.refusing = False
         self.silent = False
         self.busy = 0
         self.served = 0
@@ -111,6 +113,9 @@ class PacedEngine:
         self.bodies.append(body)
         if self.failing:
             writer.write(answer(b'{"error":{"message":"broken"}}', b"500 Internal Server Error"))
+            return
+        if self.refusing:
+            writer.write(answer(b'{"error":{"message":"no such template"}}', b"400 Bad Request"))
             return
         self.busy += 1
         leaving = asyncio.ensure_future(reader.read(1))

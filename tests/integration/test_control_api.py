@@ -61,12 +61,14 @@ def test_every_answer_is_one_that_the_schema_names(url, key):
         holds()
 
 
-def test_methods_headers_and_values_that_nobody_declared(url):
+def test_methods_headers_and_values_that_nobody_declared(url, tmp_path):
     """What schemathesis tries at the edges of the schema, by its own command."""
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"]
     command += ["--phases", "coverage,fuzzing", "-n", "30", "--seed", "1", "--no-color"]
     command += ["-H", "authorization: Bearer k-one"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stdout
     assert "Tested: 9" in done.stdout
 

@@ -4,11 +4,14 @@ import asyncio
 import contextlib
 import json
 import random
+import time
 
 import httpx
 import openai
 import pytest
 
+from backends.breaker import State
+from backends.wire.openai import SURFACES
 from gateway.event_log import read, read_header, replay
 from gateway.tenants import hash_of
 from sluice.recorded import core_of
@@ -164,11 +167,25 @@ def test_concurrency_limit_is_a_429_and_costs_nothing():
 
 @pytest.mark.parametrize("phase", ["queue", "prefill", "decode"])
 def test_a_client_that_leaves_frees_everything_within_a_second(phase):
+    """`gateways.md` 4.H.1: upstream cancelled, slot, gauge and reservation released, once."""
+    quota = {"concurrency": 10, "tokens_per_minute": 60_000}
+    tenants = {"t": {"keys": {"k": {"hash": hash_of("k")}}, "quota": quota}}
+
     async def run():
         engine = PacedEngine(slots=1, pace=0.05, prefill=5 if phase == "prefill" else 0.01)
-        async with engine.running(), serving(engine.url) as gateway, client(gateway) as api:
+        async with (
+            engine.running(),
+            serving(engine.url, tenants=tenants) as gateway,
+            client(gateway) as api,
+        ):
+            account = gateway.shell._core.account("t")
+
+            def held():
+                return account.usage(time.monotonic())["tenant"]
+
             asked = {"model": "m", "messages": PROMPT, "max_tokens": 500, "stream": True}
             running = asyncio.ensure_future(api.chat.completions.create(**asked))
+            await until(lambda: held().running == 1)
             if phase == "decode":
                 stream = await running
                 await anext(aiter(stream))
@@ -186,9 +203,71 @@ def test_a_client_that_leaves_frees_everything_within_a_second(phase):
                 await blocking.close()
             await settled(gateway, within=1.0)
             await until(lambda: engine.busy == 0, within=1.0)
+            assert held().running == 0
+            assert held().level > 0.99 * held().burst  # 500 tokens were reserved, few were used
             text = gateway.metrics.text().decode()
             assert "sluice_open 0.0" in text
             assert 'sluice_replica_running{replica="r0"} 0.0' in text
+
+    asyncio.run(run())
+
+
+def test_an_engine_s_4xx_neither_opens_nor_closes_its_breaker():
+    """`gateways.md` 4.H.7: the client's fault says nothing about the replica."""
+
+    async def run():
+        engine = PacedEngine()
+        engine.refusing = True
+        breaker = {"failures": 2, "pause_ms": 50}
+        async with (
+            engine.running(),
+            serving(engine.url, breaker=breaker) as gateway,
+            client(gateway) as api,
+        ):
+            (seat,) = gateway.shell.seats
+            for _ in range(6):
+                with pytest.raises(openai.BadRequestError, match="no such template"):
+                    await api.chat.completions.create(model="m", messages=PROMPT, max_tokens=2)
+            assert seat.breaker.state is State.CLOSED
+            assert len(engine.bodies) == 6  # none was tried again
+
+            engine.refusing, engine.failing = False, True
+            for _ in range(2):
+                with pytest.raises(openai.APIStatusError):
+                    await api.chat.completions.create(model="m", messages=PROMPT, max_tokens=2)
+            assert seat.breaker.state is not State.CLOSED
+            engine.refusing, engine.failing = True, False
+            await until(lambda: seat.breaker.state is State.HALF_OPEN)
+            with pytest.raises(openai.BadRequestError):
+                await api.chat.completions.create(model="m", messages=PROMPT, max_tokens=2)
+            assert seat.breaker.state is State.HALF_OPEN
+            engine.refusing = False
+            await api.chat.completions.create(model="m", messages=PROMPT, max_tokens=2)
+            assert seat.breaker.state is State.CLOSED
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", SURFACES)
+def test_every_route_runs_through_quota_and_log(path):
+    """`gateways.md` 4.H.9: no `/v1/*` route is outside the one place that counts."""
+    tenants = {"t": {"keys": {"k": {"hash": hash_of("k")}}, "quota": {"requests_per_minute": 1}}}
+    body = {"model": "m", "messages": PROMPT, "prompt": "x", "input": "x", "max_tokens": 1}
+    if b"completions" not in path:
+        del body["messages"], body["max_tokens"]
+
+    async def run():
+        engine = PacedEngine()
+        async with engine.running(), serving(engine.url, tenants=tenants) as gateway:
+            headers = {"authorization": "Bearer k"}
+            async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as http:
+                answers = [
+                    await http.post(path.decode(), json=body, headers=headers) for _ in range(2)
+                ]
+            assert [a.status_code for a in answers] == [200, 429]
+            assert len(engine.bodies) == 1
+            for answer in answers:
+                assert gateway.log.find(answer.headers["x-request-id"])["tenant"] == "t"
 
     asyncio.run(run())
 
@@ -205,7 +284,7 @@ def test_a_replica_that_refuses_is_retried_elsewhere_unseen():
         bad.failing = True
         async with bad.running(), good.running(), serving(bad.url, good.url) as gateway:
             async with client(gateway) as api:
-                for _ in range(12):
+                for _ in range(60):  # equal replicas are told apart by chance: three will go there
                     answer = await api.chat.completions.with_raw_response.create(
                         model="m", messages=PROMPT, max_tokens=2
                     )
