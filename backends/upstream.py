@@ -199,13 +199,14 @@ class UpstreamPool:
             )
         except OSError as exc:  # TLS errors are OSErrors too
             exchange.dialling = None
-            exchange.fail(BackendUnavailable(f"cannot connect to {self.base_url}: {exc}"))
+            log = f"cannot connect to {self.base_url}: {exc}"
+            exchange.fail(BackendUnavailable("cannot connect to the engine", log=log))
             return
         exchange.dialling = None
         # Counted only now: a dial that is cancelled after its socket opened is closed by the loop,
         # and uvloop does not tell the protocol.
         if not connection.alive:
-            exchange.fail(BackendUnavailable(f"{self.base_url} closed before it answered"))
+            exchange.fail(self.silent())
             return
         self._open.add(connection)
         if exchange.over or self._closed:
@@ -215,7 +216,13 @@ class UpstreamPool:
             exchange.begin(connection, reused=False)
 
     def _removed(self) -> BackendUnavailable:
-        return BackendUnavailable(f"{self.base_url} was removed from the fleet")
+        log = f"{self.base_url} was removed from the fleet"
+        return BackendUnavailable("the engine was removed from the fleet", log=log)
+
+    def silent(self) -> BackendUnavailable:
+        """The error of a connection that ended before its answer began."""
+        log = f"{self.base_url} closed before it answered"
+        return BackendUnavailable("the engine closed before it answered", log=log)
 
     def lost(self, connection: _Connection) -> None:
         """Forget a closed connection."""
@@ -365,15 +372,14 @@ class Exchange:
                 self._dialled_at = now
                 self._pool.dial(self)
                 return
-            self.fail(BackendUnavailable(f"{self._pool.base_url} closed before it answered"))
+            self.fail(self._pool.silent())
         elif reader.eof():
             self._finish(keep=False)
             self._sink.on_end()
         else:
             why = f": {exc}" if exc is not None else ""
-            self.fail(
-                StreamInterrupted(f"{self._pool.base_url} closed in the middle of its answer{why}")
-            )
+            log = f"{self._pool.base_url} closed in the middle of its answer{why}"
+            self.fail(StreamInterrupted("the engine closed in the middle of its answer", log=log))
 
     def fail(self, error: BackendError) -> None:
         """End with an error."""
@@ -442,11 +448,9 @@ class Exchange:
             self._sink.on_stall()
             return
         limit = getattr(self._timeouts, phase)
-        self.fail(
-            BackendTimeout(
-                f"{self._pool.base_url} exceeded its {phase} limit of {limit:g} s", phase=phase
-            )
-        )
+        what = f"exceeded its {phase} limit of {limit:g} s"
+        log = f"{self._pool.base_url} {what}"
+        self.fail(BackendTimeout(f"the engine {what}", phase=phase, log=log))
 
 
 class _Connection(asyncio.Protocol):

@@ -123,14 +123,15 @@ class BackendError(ServingError):
     """The replica failed after the request was sent to it.
 
     `said` are the engine's own words. They end the message, which is the client's, but may repeat
-    what the client sent: `detail` is the message without them, for logs.
+    what the client sent: `detail` is the message without them, for logs. Of our side's addresses it
+    is the other way round: `log` is what logs are told instead of the message.
     """
 
     retryable: ClassVar[bool] = True
 
-    def __init__(self, message: str, *, said: str = "") -> None:
+    def __init__(self, message: str, *, said: str = "", log: str = "") -> None:
         super().__init__(f"{message}: {said}" if said else message)
-        self.detail = message
+        self.detail = log or message
 
 
 class BackendUnavailable(BackendError):
@@ -140,8 +141,8 @@ class BackendUnavailable(BackendError):
 class BackendTimeout(BackendError):
     """One of the four timeouts ran out; `phase` names it."""
 
-    def __init__(self, message: str, *, phase: Phase) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, phase: Phase, log: str = "") -> None:
+        super().__init__(message, log=log)
         self.phase: Phase = phase
 
 

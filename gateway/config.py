@@ -6,8 +6,9 @@ import os
 import socket
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from domain.fleet import Profile, ProfileKey, Variant
 from domain.request import Slo, SloClass
@@ -106,6 +107,13 @@ class UrlReplica(ReplicaSection):
     engine: Literal["auto", "llamacpp", "vllm", "openai"] = "auto"
     served_model: str | None = None  # the name it goes by there; None takes the first it lists
     api_key_env: str | None = None  # variable that holds the engine's own key
+
+    @field_validator("url")
+    @classmethod
+    def _without_secrets(cls, url: str) -> str:
+        if urlsplit(url).username is not None:
+            raise ValueError("must hold no user or password; api_key_env names the key's variable")
+        return url
 
     def api_key(self) -> str | None:
         """The engine's key, from the environment."""

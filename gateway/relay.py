@@ -569,7 +569,7 @@ class Attempt:
         """The answer will not become whole."""
         if not isinstance(error, BackendTimeout | BackendProtocolError):
             kind = StreamInterrupted if self._writing else BackendUnavailable
-            error = kind(error.message)
+            error = kind(error.message, log=error.detail)
         self._relay.failed(self, error)
 
     def on_stall(self) -> None:

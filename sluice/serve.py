@@ -351,8 +351,15 @@ async def ask(urls: list[str]) -> Settings:
     """
     bases = [url.rstrip("/").removesuffix("/v1") for url in urls]
     for url in bases:
-        if urlsplit(url).scheme not in {"http", "https"} or not urlsplit(url).hostname:
+        try:
+            address = urlsplit(url)
+            good = address.scheme in {"http", "https"} and address.hostname and address.port != 0
+        except ValueError:  # brackets or a port that are none
+            good = False
+        if not good:
             raise ConfigError(f"--backend must be http[s]://host[:port], not {url!r}")
+        if address.username is not None:
+            raise ConfigError("--backend must hold no user or password; a config file names keys")
     found = await asyncio.gather(*map(who_is, bases))
     models: dict[str, dict[str, VariantConfig]] = {}
     replicas = []

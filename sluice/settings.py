@@ -220,6 +220,8 @@ def _complaint(error: Any) -> tuple[Path_, str]:
             return (*where, "kind"), "is required and missing; it says which kind this is"
         case _ if where[-1:] == ("hash",):
             return where, error["msg"]  # the value may be a key
+        case "value_error" if where[-1:] == ("url",):
+            return where, str(error["ctx"]["error"])  # the value may hold a password
         case _:
             return where, f"{error['msg'][:1].lower()}{error['msg'][1:]}, got {reprlib.repr(value)}"
 

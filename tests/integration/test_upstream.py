@@ -627,3 +627,24 @@ def test_a_base_url_must_be_one(url):
 def test_a_timeout_of_nothing_is_refused():
     with pytest.raises(ValueError, match="total"):
         Timeouts(total=0.0)
+
+
+PART = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabc"
+
+
+@pytest.mark.parametrize(
+    ("wires", "kind"), [((), BackendUnavailable), ((PART,), StreamInterrupted)]
+)
+def test_errors_for_the_client_do_not_tell_where_the_engine_is(run, wires, kind):
+    async def main():
+        async with engine_and_pool(once(*wires)) as (_, pool):
+            sink = await fetch(pool)
+            assert type(sink.error) is kind
+            assert "127.0.0.1" not in sink.error.message
+            assert f"{pool.host}:{pool.port}" in sink.error.detail
+        async with UpstreamPool(await refused_url()) as pool:
+            sink = await fetch(pool)
+            assert sink.error.message == "cannot connect to the engine"
+            assert f"{pool.host}:{pool.port}" in sink.error.detail
+
+    run(main())

@@ -105,6 +105,12 @@ def test_what_is_no_bad_input_still_fails_loudly(monkeypatch):
         main(["key"])
 
 
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://[x", "http://x:y", "http://u:p@x"])
+def test_a_backend_must_be_a_plain_address(url, capsys):
+    assert main(["serve", "--backend", url]) == 2
+    assert capsys.readouterr().err.startswith("--backend must ")
+
+
 def test_replay_of_nothing_is_refused(capsys):
     assert main(["replay", "--poisson", "--count", "0"]) == 2
     assert "--count must be at least 1" in capsys.readouterr().err

@@ -67,6 +67,10 @@ def test_the_smallest_config():
         (("variants:\n      v: {}", "variants: {}"), "x.yaml:3: models.m.variants: dictionary sho"),
         (("  m:\n", "  auto:\n"), "x.yaml:2: models.auto: 'auto' is reserved"),
         (("http://", "ftp://"), "x.yaml:8: fleet[0].url: string should match pattern"),
+        (
+            ("http://", "http://user:secret@"),
+            "x.yaml:8: fleet[0].url: must hold no user or password; api_key_env names",
+        ),
         (("models", "model"), "x.yaml:1: model: unknown key 'model'; did you mean 'models'?"),
     ],
 )
