@@ -20,7 +20,7 @@ from domain.events import Commit, Committed, Settle
 from domain.fleet import FleetSpec
 from domain.length import LengthDistribution
 from domain.outcome import Outcome
-from domain.request import InferenceRequest, Tenant
+from domain.request import InferenceRequest, QuotaUsage, Tenant
 
 Kernel = Callable[
     [Params, RequestColumns, FleetColumns, Routes, EstimateColumns, Mask, Draws, float, Scores],
@@ -127,6 +127,11 @@ class Store(Protocol):
 
     def reload(self, tenants: Mapping[str, Tenant]) -> None:
         """Take other quotas; tenants are matched by name, levels are kept."""
+
+    async def usage(self, tenants: Sequence[str]) -> Mapping[str, Mapping[str, QuotaUsage]] | None:
+        """What all gateways together have counted of these tenants, by tenant and meter (`tenant`,
+        `key:NAME`, `model:NAME`). None where nobody counts for all, or who does is away.
+        """
 
 
 RouteMask = Bools

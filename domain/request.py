@@ -79,6 +79,22 @@ class Quota:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuotaUsage:
+    """What has been counted against one `Quota`; None where it has no such limit.
+
+    `running` requests, admitted `requests_in_window`, tokens in the bucket (`level` of `burst`,
+    below 0 in debt), tokens and cost since midnight UTC.
+    """
+
+    running: int
+    requests_in_window: int | None
+    level: float | None
+    burst: float | None
+    used_today: float | None
+    cost_today: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
     """Who pays. `models` None means every model; `weight` is its share in the fair queue.
 

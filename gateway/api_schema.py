@@ -55,6 +55,17 @@ STATUS = _object(
     open=_list(_object(id=TEXT, tenant=TEXT, model=TEXT, age=NUMBER, tokens=COUNT)),
     recent=_list(RECORD),
 )
+METER = _object(
+    running=COUNT,
+    requests_in_window={"type": ["integer", "null"], "minimum": 0},
+    level=NUMBER_OR_NULL,
+    burst=NUMBER_OR_NULL,
+    used_today=NUMBER_OR_NULL,
+    cost_today=NUMBER_OR_NULL,
+)
+METERS: Schema = {"type": "object", "additionalProperties": METER}
+TENANT_USAGE = _object(tenant=TEXT, shared=FLAG, total=METER, keys=METERS, models=METERS)
+USAGE = _object(shared=FLAG, tenants=_list(TENANT_USAGE))
 
 
 def answers_json(schema: Schema, **others: Schema) -> Responses:

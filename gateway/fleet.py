@@ -84,6 +84,8 @@ async def opened(
             pool = UpstreamPool(place.url, headers=_key_line(place.api_key), clock=clock)
             await stack.enter_async_context(pool)
             specs.append(spec)
+            named = None if place.engine == "auto" else adapter_named(place.engine)
+            adapter = named if named is not None or told is None else told.adapter
             seats.append(
                 Seat(
                     name=spec.name,
@@ -94,11 +96,10 @@ async def opened(
                         pause=seconds_from_ms(breaker.pause_ms),
                         longest_pause=seconds_from_ms(breaker.longest_pause_ms),
                     ),
+                    salt_field=None if adapter is None else adapter.cache_salt,
                     healthy=told is not None,
                 )
             )
-            named = None if place.engine == "auto" else adapter_named(place.engine)
-            adapter = named if named is not None or told is None else told.adapter
             targets.append(Target(url=place.url, adapter=adapter, api_key=place.api_key))
         yield OpenFleet(
             spec=FleetSpec(replicas=tuple(specs), variants=variants), seats=seats, targets=targets

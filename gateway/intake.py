@@ -62,12 +62,12 @@ class Intake:
     new_id: Callable[[], str]
 
     def read(self, relay: Relay, request_id: str) -> InferenceRequest:
-        """The request of a relay, under the id it is given.
+        """The request of a relay, under the id it is given. The relay is told the tenant's salt.
 
         Raises: MalformedBody, Unauthenticated, ModelForbidden.
         """
         headers = dict(reversed(relay.request.headers))  # of a header sent twice the first counts
-        tenant, key = self.identify(headers.get(b"authorization"))
+        tenant, key, relay.cache_salt = self.identify(headers.get(b"authorization"))
         facts = relay.facts()
         if ASKED.isdisjoint(headers):
             promised = self.classes[tenant.class_name or self.default_class]

@@ -39,6 +39,9 @@ class Watcher(Protocol):
     def reading(self, replica: int, load: Load, measured_at: float) -> None:
         """A replica told its load, which it had at `measured_at`."""
 
+    def recognised(self, replica: int, adapter: Adapter) -> None:
+        """A replica that was not there at the start has said which engine it is."""
+
     def health(self, replica: int, *, ok: bool) -> None:
         """A replica's health check passed or failed."""
 
@@ -100,7 +103,7 @@ class Monitor:
             while True:
                 began = self._clock()
                 try:
-                    load = await self._ask(probe, target)
+                    load = await self._ask(probe, replica, target)
                 except BackendTimeout:
                     if self._clock() - answered > self._pace.silence:
                         self._watcher.health(replica, ok=False)
@@ -116,7 +119,7 @@ class Monitor:
                         self._watcher.reading(replica, load, (began + answered) / 2)
                 await asyncio.sleep(max(began + self._pace.every - self._clock(), 0.01))
 
-    async def _ask(self, probe: Probe, target: Target) -> Load | None:
+    async def _ask(self, probe: Probe, replica: int, target: Target) -> Load | None:
         """The load of a replica that is up, None where it shows none. Raises: BackendError."""
         if target.adapter is None:
             found = await discover(lambda path: asked(probe, path))
@@ -124,6 +127,7 @@ class Monitor:
                 raise BackendUnavailable(f"{target.url} lists no models")
             _log.info("%s is %s", target.url, found.adapter.name)
             target.adapter = found.adapter
+            self._watcher.recognised(replica, found.adapter)
         adapter = target.adapter
         if adapter.metrics_path:
             answer = await probe.get(adapter.metrics_path)

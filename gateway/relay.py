@@ -34,7 +34,7 @@ import msgspec
 from backends.upstream import Exchange, Timeouts, UpstreamPool
 from backends.wire.answer import AnswerMeter
 from backends.wire.http import Headers, header_line
-from backends.wire.openai import RequestFacts, RequestParser, Surface, splice
+from backends.wire.openai import RequestFacts, RequestParser, Salt, Surface, splice
 from backends.wire.sse import StreamMeter
 from domain.errors import (
     BackendError,
@@ -178,7 +178,8 @@ class Relay:
     `write` takes the bytes of the attempt that answers. `context` belongs to the dispatcher, which
     keeps there what it knows of the request.
     `early_headers` are sent if a keep-alive opens the stream before an attempt does,
-    `error_headers` with a refusal; both are encoded lines.
+    `error_headers` with a refusal; both are encoded lines. `cache_salt` keeps the prompt apart in
+    the caches of engines that can.
     """
 
     __slots__ = (
@@ -190,6 +191,7 @@ class Relay:
         "_reply",
         "_started",
         "_winner",
+        "cache_salt",
         "context",
         "early_headers",
         "error_headers",
@@ -209,6 +211,7 @@ class Relay:
         self._paused = False
         self._quiet_since = request.received_at
         self.request = request
+        self.cache_salt: str | None = None
         self.context: object = None
         self.early_headers = b""
         self.error_headers = b""
@@ -235,18 +238,23 @@ class Relay:
         reply_headers: bytes = b"",
         upstream_headers: bytes = b"",
         ask_usage: bool = True,
+        salt_field: str | None = None,
     ) -> None:
         """Send the request to a replica as attempt number `attempt`, under the engine's own name
         for the model.
 
         `reply_headers` go to the client if this attempt answers, `upstream_headers` to the engine;
         both are encoded lines. `ask_usage` False leaves `stream_options` alone, for engines that
-        refuse it. Does nothing once the relay is over.
+        refuse it. `salt_field` is what the engine calls a cache salt, None if it knows none. Does
+        nothing once the relay is over.
         """
         if self.over:
             return
         facts = self.facts()
-        body = splice(self.request.body, facts, model, ask_usage=ask_usage)
+        salt = None
+        if salt_field is not None and self.cache_salt is not None:
+            salt = Salt(salt_field, self.cache_salt)
+        body = splice(self.request.body, facts, model, ask_usage=ask_usage, salt=salt)
         begun = Attempt(self, attempt, facts, reply_headers)
         self._attempts.append(begun)
         begun.exchange = pool.send(

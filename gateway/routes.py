@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from backends.wire.openai import SURFACES, Surface
 from domain.errors import ModelForbidden, Unauthenticated, UnknownModel
-from domain.request import AUTO, Tenant
+from domain.request import AUTO, QuotaUsage, Tenant
 from gateway.api_schema import (
     ERROR,
     HEALTH,
@@ -28,6 +28,8 @@ from gateway.api_schema import (
     RECORD,
     REPLICA,
     STATUS,
+    TENANT_USAGE,
+    USAGE,
     answers_json,
     answers_text,
 )
@@ -138,6 +140,31 @@ def build_router(desk: Desk) -> APIRouter:
             message = f"no recent request {request_id!r}; older ones: sluice explain"
             return _not_found(message)
         return _json(record)
+
+    @router.get(
+        "/admin/usage",
+        dependencies=administrator,
+        response_class=Response,
+        responses=answers_json(USAGE, _401=ERROR),
+    )
+    async def usage() -> Response:
+        shared, tenants = await desk.shell.usage(desk.shell.tenants)
+        shown = [_usage(name, meters, shared=shared) for name, meters in tenants.items()]
+        return _json({"shared": shared, "tenants": shown})
+
+    @router.get(
+        "/admin/usage/{tenant}",
+        dependencies=administrator,
+        response_class=Response,
+        responses=answers_json(TENANT_USAGE, _401=ERROR, _404=ERROR),
+    )
+    async def usage_of(tenant: str) -> Response:
+        shared, found = await desk.shell.usage(
+            [name for name in desk.shell.tenants if name == tenant]
+        )
+        if tenant not in found:
+            return _not_found(f"no tenant {tenant!r}; GET /admin/usage lists them")
+        return _json(_usage(tenant, found[tenant], shared=shared))
 
     @router.post(
         "/admin/replicas/{name}/{verb}",
@@ -306,6 +333,18 @@ def _model(desk: Desk, name: str) -> dict[str, Any]:
         "owned_by": "sluice",
         "variants": variants,
     }
+
+
+def _usage(tenant: str, meters: Mapping[str, QuotaUsage], *, shared: bool) -> dict[str, Any]:
+    """One tenant's meters: its own, its keys' and its models', where these have a quota."""
+    shown: dict[str, Any] = {"tenant": tenant, "shared": shared, "keys": {}, "models": {}}
+    for name, counted in meters.items():
+        kind, _, rest = name.partition(":")
+        if kind == "tenant":
+            shown["total"] = counted
+        else:
+            shown[f"{kind}s"][rest] = counted
+    return shown
 
 
 def _seat(shell: Shell, index: int, seat: Seat) -> Mapping[str, Any]:

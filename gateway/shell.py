@@ -19,9 +19,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from backends.adapters.table import Load
+from backends.adapters.table import Adapter, Load
 from backends.breaker import Breaker, Result, State
 from backends.upstream import Timeouts, UpstreamPool
 from domain.columns import LOAD_GRID, FleetColumns
@@ -57,7 +57,7 @@ from domain.fleet import FleetSpec
 from domain.outcome import Cause, Outcome, Usage, UsageSource
 from domain.ports import Store
 from domain.records import decision_record
-from domain.request import InferenceRequest, Tenant
+from domain.request import InferenceRequest, QuotaUsage, Tenant
 from gateway.decision_log import DecisionLog, Record
 from gateway.error_map import refusal
 from gateway.event_log import EventLog
@@ -104,6 +104,10 @@ class Core(Protocol):
     def handle(self, event: Event) -> list[Action]:
         """Take one event in; what is to be done."""
 
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """Names of the tenants in force."""
+
     def account(self, tenant: str) -> Account | None:
         """A tenant's quotas, to look at."""
 
@@ -122,6 +126,8 @@ class Seat:
     pool: UpstreamPool
     breaker: Breaker
     ask_usage: bool = True
+    salt_field: str | None = None
+    """What the engine calls a cache salt; None: it knows none, or has not said what it is."""
     healthy: bool = True
     drained: bool = False
     removed: bool = False
@@ -159,6 +165,13 @@ class Pending:
     held: bool = False
     doubted: list[int] = field(default_factory=list)
     """Replicas that answered it with a 5xx; whose fault that is shows elsewhere."""
+
+
+class UsageReport(NamedTuple):
+    """What the meters have counted, by tenant and meter. `shared`: by all gateways together."""
+
+    shared: bool
+    tenants: Mapping[str, Mapping[str, QuotaUsage]]
 
 
 class Shell:
@@ -258,6 +271,23 @@ class Shell:
     def ready(self) -> bool:
         """Whether a request would be served now."""
         return not self.draining and any(seat.usable for seat in self._seats)
+
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """Names of the tenants in force."""
+        return self._core.tenants
+
+    async def usage(self, tenants: Sequence[str]) -> UsageReport:
+        """What is counted of these tenants: by the store for all gateways, else in this process;
+        tenants without an account are left out.
+        """
+        shared = await self._store.usage(tenants)
+        if shared is not None:
+            return UsageReport(shared=True, tenants=shared)
+        now = self._at(self._clock())
+        accounts = {name: self._core.account(name) for name in tenants}
+        own = {name: account.usage(now) for name, account in accounts.items() if account}
+        return UsageReport(shared=False, tenants=own)
 
     def open_records(self) -> Iterator[Mapping[str, object]]:
         """What is open now, oldest first, for people."""
@@ -359,6 +389,10 @@ class Shell:
                 kv_used=load.kv_used,
             )
         )
+
+    def recognised(self, replica: int, adapter: Adapter) -> None:
+        """A replica that joined late has said which engine it is."""
+        self._seats[replica].salt_field = adapter.cache_salt
 
     def health(self, replica: int, *, ok: bool) -> None:
         """A replica's health check passed or failed."""
@@ -531,6 +565,7 @@ class Shell:
             + (DEGRADED if self._degraded else b""),
             upstream_headers=relay.early_headers + _passed_on(relay),
             ask_usage=seat.ask_usage,
+            salt_field=seat.salt_field,
         )
 
     def _limits(self, request: InferenceRequest) -> bytes:

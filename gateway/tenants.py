@@ -124,10 +124,15 @@ class TenantsFile(_Section):
 
 
 class Identity(NamedTuple):
-    """Who asks: the tenant, and the name of the key it used (None where the gateway is open)."""
+    """Who asks: the tenant, and the name of the key it used (None where the gateway is open).
+
+    `cache_salt` keeps the prompts of a tenant apart in the engines' caches; None where it does not
+    ask for that.
+    """
 
     tenant: Tenant
     key: str | None
+    cache_salt: str | None = None
 
 
 class KeyTable:
@@ -142,7 +147,9 @@ class KeyTable:
         self._open = Identity(Tenant(name="anonymous"), None) if not self.tenants else None
         self._holders: dict[bytes, tuple[bytes, Identity]] = {}
         for tenant in self.tenants:
-            for key, text in hashes.get(tenant.name, {}).items():
+            own = hashes.get(tenant.name, {})
+            salt = cache_salt(tenant.name, own.values()) if tenant.isolate_cache else None
+            for key, text in own.items():
                 digest = bytes.fromhex(text.removeprefix(HASH_PREFIX))
                 other = self._holders.get(digest)
                 if other is not None:
@@ -150,7 +157,7 @@ class KeyTable:
                         f"key {key!r} of {tenant.name!r} is also {other[1].key!r} of "
                         f"{other[1].tenant.name!r}; one key, one tenant"
                     )
-                self._holders[digest] = (digest, Identity(tenant, key))
+                self._holders[digest] = (digest, Identity(tenant, key, salt))
 
     def identify(self, authorization: bytes | None) -> Identity:
         """Whose key the `Authorization` header carries. Raises: Unauthenticated."""
@@ -179,6 +186,17 @@ class AdminKey:
             return False
         digest = hashlib.sha256(authorization[7:].strip()).digest()
         return hmac.compare_digest(self._digest, digest)
+
+
+def cache_salt(tenant: str, hashes: Iterable[str]) -> str:
+    """A tenant's salt for the engines' prefix caches: HMAC-SHA-256 of its name, in hex.
+
+    The key is made of the hashes of its API keys, so all gateways of one config send the same, no
+    other tenant can send it, and nobody reads the name in an engine's log. With a key that comes or
+    goes the salt is another, and the tenant's cached prefixes are cold once.
+    """
+    secret = hashlib.sha256("\0".join(sorted(hashes)).encode()).digest()
+    return hmac.new(secret, f"sluice cache salt\0{tenant}".encode(), hashlib.sha256).hexdigest()
 
 
 def key_table(sections: Mapping[str, TenantSection]) -> KeyTable:

@@ -77,6 +77,11 @@ class AdmissionControl:
             accounts[tenant.name] = account
         self._accounts = accounts
 
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """Names of those who have an account."""
+        return tuple(self._accounts)
+
     def account(self, tenant: str) -> Account | None:
         """The quotas of a tenant."""
         return self._accounts.get(tenant)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from domain.events import Reason
-from domain.request import Quota, Tenant
+from domain.request import Quota, QuotaUsage, Tenant
 
 STEP = 1.0
 """Backward clock steps up to this many seconds are taken for jitter."""
@@ -384,18 +384,6 @@ class Standing:
     reset_tokens: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """What one meter has counted, for the admin API."""
-
-    running: int
-    requests_in_window: int | None
-    level: float | None
-    burst: float | None
-    used_today: float | None
-    cost_today: float | None
-
-
 class Account:
     """All quotas of one tenant: its own, one per API key, one per model. One decision over all.
 
@@ -528,7 +516,7 @@ class Account:
             reset_tokens=(bucket.burst - level) / rate if bucket and rate > 0 else None,
         )
 
-    def usage(self, now: float) -> dict[str, Usage]:
+    def usage(self, now: float) -> dict[str, QuotaUsage]:
         """What each meter has counted: `tenant`, `key:NAME`, `model:NAME`."""
         named = {"tenant": self._own}
         named |= {f"key:{name}": meter for name, meter in self._keys.items()}
@@ -542,11 +530,11 @@ def _wait(meters: tuple[Meter, ...], tokens: float, cost: float, now: float) -> 
     return max(waits, default=0.0) or None
 
 
-def _usage(meter: Meter, now: float) -> Usage:
-    return Usage(
+def _usage(meter: Meter, now: float) -> QuotaUsage:
+    return QuotaUsage(
         running=meter.running,
         requests_in_window=meter.requests.advance(now) if meter.requests else None,
-        level=meter.bucket.refill(now) if meter.bucket else None,
+        level=meter.bucket.level_at(now) if meter.bucket else None,
         burst=meter.bucket.burst if meter.bucket else None,
         used_today=meter.daily.advance(now) if meter.daily else None,
         cost_today=meter.cost.advance(now) if meter.cost else None,

@@ -164,6 +164,11 @@ class DecisionCore:
         """One replica's state as a row."""
         return self.state.replica(index)
 
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """Names of the tenants in force."""
+        return self.admission.tenants
+
     def account(self, tenant: str) -> Account | None:
         """The quotas of a tenant, for headers and the admin API."""
         return self.admission.account(tenant)

@@ -1,4 +1,8 @@
-"""llama.cpp's own server. It shows no KV use and no latency; `/props` tells slots and context."""
+"""llama.cpp's own server. It shows no KV use and no latency; `/props` tells slots and context.
+
+It has no cache salt. `cache_prompt: false` is not one: such a request reads nothing that was left
+in its slot, but leaves its own prompt there for the next one to find, and loses its own reuse.
+"""
 
 from __future__ import annotations
 

@@ -29,6 +29,8 @@ class Adapter:
     props_path: str | None = None
     owned_by: tuple[str, ...] = ()
     prefix: str = ""
+    cache_salt: str | None = None
+    """Request field that keeps cached prefixes of different salts apart; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

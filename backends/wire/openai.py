@@ -2,13 +2,15 @@
 
 A body is read once. A compiled scan finds the top-level fields in the bytes, and a typed decode
 checks that the whole is JSON and lifts out what routing needs; everything else is never looked at.
-What goes to the engine is the client's own body with at most two replacements by offset: the
-model's name, and `stream_options.include_usage`. A field that decides who is charged or what runs
-may stand only once, since engines disagree on which of two they take.
+What goes to the engine is the client's own body with at most three replacements by offset: the
+model's name, `stream_options.include_usage`, and the salt of the engine's prefix cache. A field
+that decides who is charged or what runs may stand only once, since engines disagree on which of two
+they take.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -26,6 +28,8 @@ from domain.errors import MalformedBody
 
 MAX_CHOICES: Final = 128
 MAX_MODEL_NAME: Final = 256
+SALT_FIELDS: Final = frozenset({"cache_salt"})
+"""What engines call the salt of their prefix cache: every name that an adapter uses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +75,15 @@ class Edit(NamedTuple):
     text: bytes
 
 
+class Salt(NamedTuple):
+    """A top-level field of the request that keeps the engine's cached prefixes apart: its name in
+    `SALT_FIELDS`, and its text.
+    """
+
+    field: str
+    value: str
+
+
 @dataclass(slots=True, kw_only=True)
 class RequestFacts:
     """What the gateway knows of a body after its one reading.
@@ -79,7 +92,8 @@ class RequestFacts:
     the texts of the prompt in order with their role ("" where the endpoint has none);
     `prompt_chars` counts their characters and those of tool definitions, `prompt_ids` the tokens
     that the client sent as numbers. `wants_usage` says that the client asked for the usage event.
-    `model_span` and `usage_edit` are offsets into the body, for `splice`.
+    `model_span`, `usage_edit` and `salt_spans` (values by field, of those that the client sent) are
+    offsets into the body, for `splice`.
     """
 
     surface: Surface
@@ -96,6 +110,7 @@ class RequestFacts:
     has_media: bool
     model_span: tuple[int, int]
     usage_edit: Edit | None
+    salt_spans: Mapping[str, tuple[int, int]]
 
     @property
     def user_text(self) -> str:
@@ -174,7 +189,8 @@ _ONCE: Final = frozenset(
     field.encode()
     for body in (_Chat, _Completion, _Embedding, _Response)
     for field in body.__struct_fields__
-)
+) | {field.encode() for field in SALT_FIELDS}
+_SALT_KEYS: Final = tuple((field, field.encode()) for field in sorted(SALT_FIELDS))
 
 
 class RequestParser:
@@ -214,6 +230,7 @@ class RequestParser:
                 f"'model' must be a name of 1 to {MAX_MODEL_NAME} characters", param="model"
             )
         facts.model_span = span
+        facts.salt_spans = {name: fields[key] for name, key in _SALT_KEYS if key in fields}
         if facts.stream and surface.asks_usage and not facts.wants_usage:
             facts.usage_edit = self._ask_usage(body, fields)
         return facts
@@ -265,13 +282,25 @@ class RequestParser:
         return Edit(start + 1, start + 1, b'"include_usage":true' + comma)
 
 
-def splice(body: bytes, facts: RequestFacts, model: str, *, ask_usage: bool = True) -> bytes:
-    """The body for an engine that calls the model `model`: every byte else is the client's own."""
+def splice(
+    body: bytes,
+    facts: RequestFacts,
+    model: str,
+    *,
+    ask_usage: bool = True,
+    salt: Salt | None = None,
+) -> bytes:
+    """The body for an engine that calls the model `model`: every byte else is the client's own.
+
+    `salt` takes the place of one that the client sent.
+    """
     edits = []
     if model != facts.model:
         edits.append(Edit(*facts.model_span, msgspec.json.encode(model)))
     if ask_usage and facts.usage_edit is not None:
         edits.append(facts.usage_edit)
+    if salt is not None:
+        edits.append(_salted(body, facts, salt))
     if not edits:
         return body
     pieces: list[bytes | memoryview] = []
@@ -281,6 +310,15 @@ def splice(body: bytes, facts: RequestFacts, model: str, *, ask_usage: bool = Tr
         at = edit.end
     pieces.append(view[at:])
     return b"".join(pieces)
+
+
+def _salted(body: bytes, facts: RequestFacts, salt: Salt) -> Edit:
+    value = msgspec.json.encode(salt.value)
+    span = facts.salt_spans.get(salt.field)
+    if span is not None:
+        return Edit(*span, value)
+    at = body.index(b"{") + 1
+    return Edit(at, at, b"%b:%b," % (msgspec.json.encode(salt.field), value))
 
 
 def _facts(
@@ -314,6 +352,7 @@ def _facts(
         has_media=has_media,
         model_span=(0, 0),
         usage_edit=None,
+        salt_spans={},
     )
 
 

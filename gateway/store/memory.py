@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from domain.events import Commit, Committed, Settle
 from domain.ports import Store
-from domain.request import Tenant
+from domain.request import QuotaUsage, Tenant
 
 
 class MemoryStore:
@@ -26,6 +26,11 @@ class MemoryStore:
 
     def reload(self, tenants: Mapping[str, Tenant]) -> None:
         """Nothing to take: the core's accounts have done it."""
+
+    async def usage(self, tenants: Sequence[str]) -> Mapping[str, Mapping[str, QuotaUsage]] | None:
+        """Nobody else counts: the core's accounts say it all."""
+        del tenants
+        return None
 
 
 _conforms: type[Store] = MemoryStore

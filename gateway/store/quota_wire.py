@@ -96,6 +96,14 @@ def rate_and_burst(quota: Quota) -> tuple[float, float]:
     return (quota.tokens_per_minute / MINUTE, burst)
 
 
+def all_quotas(tenant: Tenant) -> dict[str, Quota]:
+    """Every quota of a tenant by its name in `Account.usage`."""
+    quotas = {"tenant": tenant.quota}
+    quotas |= {f"key:{key}": quota for key, quota in tenant.key_quotas.items()}
+    quotas |= {f"model:{model}": quota for model, quota in tenant.model_quotas.items()}
+    return quotas
+
+
 def _or_none(value: float | None) -> float:
     return _NONE if value is None else float(value)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import TracebackType
@@ -29,9 +29,9 @@ import msgspec
 from domain.columns import FleetColumns
 from domain.events import Commit, Committed, ForeignLoad, Settle
 from domain.ports import Store
-from domain.request import Tenant
+from domain.request import QuotaUsage, Tenant
 from gateway.store.link import Link, Reply, address
-from gateway.store.quota_wire import Path, Paths, Seen, encode, tenant_keys, wired
+from gateway.store.quota_wire import Path, Paths, Seen, all_quotas, encode, tenant_keys, wired
 from gateway.store.scripts import scripts
 from gateway.store.share import Traffic, alone, part
 from policies.bucket import DAY, Account, Admission, RequestWindow
@@ -73,6 +73,7 @@ class _Answer(NamedTuple):
 
 
 _answers = msgspec.msgpack.Decoder(_Answer)
+_usages = msgspec.msgpack.Decoder(list[tuple[float, float, float, float, float]])
 _loads = msgspec.msgpack.Decoder(tuple[int, list[tuple[float, float, float]]])
 
 
@@ -371,6 +372,35 @@ class RedisStore:
             states[name] = state
         gone = {h.tenant for h in self._held.values()} - states.keys()
         self._tenants = states | {name: self._tenants[name] for name in gone}
+
+    async def usage(self, tenants: Sequence[str]) -> Mapping[str, Mapping[str, QuotaUsage]] | None:
+        """What the store has counted, all tenants in one round trip; None while it is away."""
+        known = [name for name in tenants if name in self._tenants]
+        found = await asyncio.gather(*map(self._usage, known))
+        counted = {}
+        for name, meters in zip(known, found, strict=True):
+            if meters is None:
+                return None
+            counted[name] = meters
+        return counted if self._link.up else None
+
+    async def _usage(self, tenant: str) -> dict[str, QuotaUsage] | None:
+        quotas = all_quotas(self._tenants[tenant].paths.tenant)
+        wire = [wired(name, quota) for name, quota in quotas.items()]
+        answered: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+
+        def done(reply: Reply) -> None:
+            if not answered.done():  # who asked may have left
+                answered.set_result(reply)
+
+        keys = tenant_keys(self._prefix, tenant)
+        reply = await answered if self._link.call("usage", keys, [encode(wire)], done) else None
+        if not isinstance(reply, bytes):
+            return None
+        return {
+            str(quota[0]): _usage(float(quota[2]), *counted)
+            for quota, counted in zip(wire, _usages.decode(reply), strict=True)
+        }
 
     def _new_epoch(self) -> bytes:
         """The name of a tenant's record should this call be the one that makes it."""
@@ -716,9 +746,7 @@ class RedisStore:
 
     def _send_reconcile(self, name: str, state: _TenantState, outage: _Outage, now: float) -> None:
         tenant = state.paths.tenant
-        quotas = {"tenant": tenant.quota}
-        quotas |= {f"key:{key}": quota for key, quota in tenant.key_quotas.items()}
-        quotas |= {f"model:{model}": quota for model, quota in tenant.model_quotas.items()}
+        quotas = all_quotas(tenant)
         touched = [n for n in quotas if n in state.paths.all_seen]
         if not touched:
             return
@@ -758,6 +786,20 @@ class RedisStore:
             if name in seen:
                 one = seen[name]
                 one.level, one.used, one.cost, one.at = level, used, cost, now
+
+
+def _usage(
+    burst: float, running: float, requests: float, level: float, used: float, cost: float
+) -> QuotaUsage:
+    """One meter as `usage.lua` tells it."""
+    return QuotaUsage(
+        running=int(running),
+        requests_in_window=None if requests < 0 else int(requests),
+        level=None if burst < 0 else level,
+        burst=None if burst < 0 else burst,
+        used_today=None if used < 0 else used,
+        cost_today=None if cost < 0 else cost,
+    )
 
 
 _conforms: type[Store] = RedisStore

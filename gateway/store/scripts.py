@@ -6,9 +6,9 @@ import hashlib
 from importlib.resources import files
 from typing import Literal, NamedTuple
 
-Verb = Literal["reserve", "settle", "renew", "reconcile", "book", "push"]
+Verb = Literal["reserve", "settle", "renew", "reconcile", "usage", "book", "push"]
 
-_METERED: tuple[Verb, ...] = ("reserve", "settle", "renew", "reconcile")
+_METERED: tuple[Verb, ...] = ("reserve", "settle", "renew", "reconcile", "usage")
 _FLEET: tuple[Verb, ...] = ("book", "push")
 
 

@@ -10,6 +10,7 @@ from backends.adapters.llamacpp import LLAMACPP
 from backends.adapters.openai import OPENAI
 from backends.adapters.table import Load, kv_capacity, read_load, samples
 from backends.adapters.vllm import VLLM
+from backends.wire.openai import SALT_FIELDS
 
 LLAMACPP_TEXT = """# HELP llamacpp:requests_processing Number of requests processing.
 # TYPE llamacpp:requests_processing gauge
@@ -60,6 +61,12 @@ def test_names_are_unique_and_found():
     assert [adapter_named(a.name) for a in ADAPTERS] == list(ADAPTERS)
     with pytest.raises(ValueError, match="unknown engine 'vlm'; known: llamacpp, vllm, openai"):
         adapter_named("vlm")
+
+
+def test_only_engines_with_a_salt_name_one_and_bodies_are_searched_for_it():
+    named = {a.name: a.cache_salt for a in ADAPTERS}
+    assert named == {"llamacpp": None, "vllm": "cache_salt", "openai": None}
+    assert {a.cache_salt for a in ADAPTERS} - {None} == SALT_FIELDS
 
 
 def site(**pages):

@@ -8,7 +8,7 @@ import pytest
 
 from domain.events import Commit, Committed, Settle
 from domain.outcome import Cause, Outcome
-from domain.request import InferenceRequest, Quota, Tenant
+from domain.request import InferenceRequest, Quota, QuotaUsage, Tenant
 from gateway.store.memory import MemoryStore
 from gateway.store.redis import RedisStore
 from tests.fakes.store_server import StoreServer
@@ -195,3 +195,39 @@ def test_a_booking_asked_for_before_its_reservation_was_refused_is_refused_too(s
         assert [a.reserved for a in answers] == [False, False]
 
     run("redis", server, scenario)
+
+
+METER = QuotaUsage(
+    running=0,
+    requests_in_window=None,
+    level=None,
+    burst=None,
+    used_today=None,
+    cost_today=None,
+)
+
+
+@KINDS
+def test_what_all_have_counted_is_told_where_somebody_counts_for_all(kind, server):
+    """Running while it runs, tokens and requests after it; nothing of tenants not asked about."""
+
+    async def scenario(gateway):
+        first = commit(tokens=4000.0)
+        assert (await gateway.ask(first)).reserved
+        during = await gateway.store.usage(["t"])
+        if kind != "redis":
+            assert during is None
+            return
+        assert set(during) == {"t"}
+        assert during["t"]["tenant"].running == during["t"]["key:k"].running == 1
+        assert during["t"]["tenant"].requests_in_window == 1
+        assert 6000.0 <= during["t"]["tenant"].level <= 10_000.0
+        gateway.settle(first, 9000.0)
+        after = await gateway.store.usage(["t", "free", "unheard"])
+        assert set(after) == {"t", "free"}
+        assert after["free"] == {"tenant": METER}
+        assert after["t"]["key:k"] == METER
+        assert after["t"]["tenant"].running == 0
+        assert after["t"]["tenant"].burst == 1e4
+
+    run(kind, server, scenario)

@@ -32,6 +32,7 @@ class FakeRelay:
 
     def __init__(self, body, headers):
         self.request = ClientRequest(surface=CHAT, headers=headers, body=body, received_at=0.0)
+        self.cache_salt = "unset"
 
     def facts(self):
         return RequestParser().parse(CHAT, self.request.body)

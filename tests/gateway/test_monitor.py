@@ -20,12 +20,16 @@ class Notes:
 
     def __init__(self):
         self.healthy = {}
+        self.engines = {}
         self.readings = []
         self._news = asyncio.Event()
 
     def reading(self, replica, load, measured_at):
         self.readings.append((replica, load, measured_at))
         self._news.set()
+
+    def recognised(self, replica, adapter):
+        self.engines[replica] = adapter
 
     def health(self, replica, *, ok):
         self.healthy[replica] = ok
@@ -54,6 +58,7 @@ def test_an_engine_is_recognised_and_read():
                 await notes.until(lambda: notes.readings)
             replica, load, measured_at = notes.readings[0]
             assert target.adapter is LLAMACPP
+            assert notes.engines == {0: LLAMACPP}
             assert (replica, load) == (0, Load(running=0, waiting=0))
             assert measured_at <= asyncio.get_running_loop().time()
             assert notes.healthy == {0: True}

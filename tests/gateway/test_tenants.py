@@ -1,5 +1,6 @@
 """Keys open exactly what they should, and no secret ever reaches a message."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,24 @@ def test_the_example_loads_and_says_everything():
     assert chat.key_quotas["batch-import"].concurrency == 2
     assert "web" not in chat.key_quotas
     assert all(getattr(chat.quota, name) is not None for name in Quota.__dataclass_fields__)
+
+
+def test_an_isolated_tenants_salt_is_the_configs_and_nobody_elses(tmp_path, keys):
+    """The same wherever the config is read, in any order; another for other tenants and keys."""
+
+    def salt(text, key=keys[0]):
+        return key_table(load_tenants(file(tmp_path, text))).identify(bearer(key.key)).cache_salt
+
+    both = f"keys: {{one: {{hash: '{keys[0].hash}'}}, two: {{hash: '{keys[1].hash}'}}}}"
+    turned = f"keys: {{b: {{hash: '{keys[1].hash}'}}, a: {{hash: '{keys[0].hash}'}}}}"
+    one = f"keys: {{one: {{hash: '{keys[0].hash}'}}}}"
+    mine = salt(f"tenants: {{chat: {{isolate_cache: true, {both}}}}}")
+    assert re.fullmatch("[0-9a-f]{64}", mine)
+    assert mine == salt(f"tenants: {{chat: {{isolate_cache: true, {turned}}}}}", keys[1])
+    assert mine != salt(f"tenants: {{mail: {{isolate_cache: true, {both}}}}}")
+    assert mine != salt(f"tenants: {{chat: {{isolate_cache: true, {one}}}}}")
+    assert salt(f"tenants: {{chat: {{{both}}}}}") is None
+    assert KeyTable((), {}).identify(None).cache_salt is None
 
 
 def test_the_admin_key_is_its_own(keys):

@@ -24,6 +24,8 @@ PATHS = {
     "/v1/models",
     "/v1/models/{name}",
     "/admin/status",
+    "/admin/usage",
+    "/admin/usage/{tenant}",
     "/admin/requests/{request_id}",
     "/admin/replicas/{name}/{verb}",
 }
@@ -70,7 +72,7 @@ def test_methods_headers_and_values_that_nobody_declared(url, tmp_path):
         command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 0, done.stdout
-    assert "Tested: 9" in done.stdout
+    assert "Tested: 11" in done.stdout
 
 
 def test_answers_about_things_that_are_there(url):
@@ -81,6 +83,7 @@ def test_answers_about_things_that_are_there(url):
         answer = http.post("/v1/chat/completions", json=body)
     names = {
         "/v1/models/{name}": {"name": "m"},
+        "/admin/usage/{tenant}": {"tenant": "t"},
         "/admin/requests/{request_id}": {"request_id": answer.headers["x-request-id"]},
         "/admin/replicas/{name}/{verb}": {"name": "r0", "verb": "restore"},
     }

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from domain.request import Quota, Tenant
-from gateway.store.quota_wire import Paths, encode
+from gateway.store.quota_wire import Paths, all_quotas, encode, wired
 from gateway.store.scripts import scripts
 from policies.bucket import STEP, Account
 from tests.fakes.store_server import StoreServer
@@ -80,6 +80,15 @@ class LuaAccount:
         flag = b"1" if revoke else b"0"
         args = (ident, b"60", repr(used), repr(cost), flag, *map(repr, known), path.wire, hints)
         return self.run("settle", path.keys, *args, b"e1", now=now)
+
+    def usage(self, now):
+        """What `Account.usage` gives: name to (running, in the window, level, used, cost)."""
+        quotas = all_quotas(self.paths.tenant)
+        wire = encode([wired(name, quota) for name, quota in quotas.items()])
+        keys = self.paths.path(None, "").keys
+        return dict(
+            zip(quotas, msgspec.msgpack.decode(self.run("usage", keys, wire, now=now)), strict=True)
+        )
 
     def state(self, name):
         """The stored numbers of one meter."""
@@ -198,3 +207,39 @@ def test_lua_and_python_agree_on_every_history(server, history):
             state = lua.state(name)
             if state is not None:
                 assert state[4] == usage.running
+
+
+@settings(max_examples=40, deadline=None)
+@given(history=st.lists(st.tuples(st.floats(0.0, 60.0), actions), min_size=1, max_size=30))
+def test_looking_tells_what_python_counts_and_writes_nothing(server, history):
+    """Every figure of every meter, used or not, while time goes forward."""
+    with contextlib.closing(server.client()) as client:
+        client.flushall()
+        lua, python = LuaAccount(client, TENANT), Account(TENANT, START)
+        now, open_ = START, []
+        for serial, (gap, (action, *facts)) in enumerate(history):
+            now += gap
+            if action == "admit":
+                key, model, tokens, cost = facts
+                lua.reserve(f"r{serial}", key, model, tokens, cost, now)
+                asked = {"key": key, "model": model, "tokens": tokens, "cost": cost}
+                admission = python.admit(prompt=0.0, now=now, **asked)
+                if admission.ok:
+                    open_.append((f"r{serial}", key, model, admission))
+            elif action == "settle" and open_:
+                ident, key, model, admission = open_.pop(0)
+                lua.settle(ident, key, model, *facts, now)
+                python.settle(admission, used=facts[0], now=now, cost=facts[1])
+        meters = lua.paths.path(None, "").keys[0]
+        before = client.hgetall(meters)
+        looked_at = lua.usage(now)
+        assert client.hgetall(meters) == before
+        for name, usage in python.usage(now).items():
+            running, requests, level, used, cost = looked_at[name]
+            assert running == usage.running
+            assert requests == (
+                -1 if usage.requests_in_window is None else usage.requests_in_window
+            )
+            assert usage.level is None or level == pytest.approx(usage.level)
+            assert used == (-1 if usage.used_today is None else usage.used_today)
+            assert cost == (-1 if usage.cost_today is None else usage.cost_today)

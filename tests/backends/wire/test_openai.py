@@ -12,7 +12,9 @@ from backends.wire.openai import (
     COMPLETIONS,
     EMBEDDINGS,
     RESPONSES,
+    SALT_FIELDS,
     RequestParser,
+    Salt,
     splice,
 )
 from domain.errors import MalformedBody
@@ -159,7 +161,15 @@ def test_what_is_wrong_is_named(raw, param):
     assert refusal(raw).param == param
 
 
-ONCE = ["model", "max_tokens", "max_completion_tokens", "n", "stream", "stream_options"]
+ONCE = [
+    "model",
+    "max_tokens",
+    "max_completion_tokens",
+    "n",
+    "stream",
+    "stream_options",
+    *sorted(SALT_FIELDS),
+]
 
 
 @pytest.mark.parametrize("field", [*ONCE, "messages"])
@@ -283,6 +293,8 @@ def bodies(draw):
     )
     if draw(st.booleans()):
         pairs.append(("stream_options", options))
+    if draw(st.booleans()):
+        pairs.append(("cache_salt", draw(values)))
     pairs += draw(st.dictionaries(keys, values, max_size=4)).items()
     pairs = draw(st.permutations(pairs))
     a, b, c = draw(spaces), draw(spaces), draw(spaces)
@@ -294,12 +306,36 @@ def bodies(draw):
     return f"{c}{{{','.join(fields)}}}{b}".encode()
 
 
-@given(raw=bodies(), name=st.text(min_size=1, max_size=10))
-def test_every_other_byte_is_the_clients_own(raw, name):
+@pytest.mark.parametrize(
+    ("field", "expected"),
+    [
+        ("", '{"cache_salt":"s","model":"m","messages":[{}]}'),
+        (',"cache_salt": "theirs" ', '{"model":"m","messages":[{}],"cache_salt": "s" }'),
+        (',"cache_salt":null', '{"model":"m","messages":[{}],"cache_salt":"s"}'),
+        (',"cache_salt":{"cache_salt":1}', '{"model":"m","messages":[{}],"cache_salt":"s"}'),
+        (',"cache\\u005fsalt":"x"', '{"model":"m","messages":[{}],"cache\\u005fsalt":"s"}'),
+    ],
+)
+def test_a_salt_is_put_in_or_takes_the_place_of_the_clients(field, expected):
+    raw = f'{{"model":"m","messages":[{{}}]{field}}}'.encode()
+    found = facts(raw=raw)
+    assert splice(raw, found, "m", salt=Salt("cache_salt", "s")).decode() == expected
+    assert splice(raw, found, "m") is raw
+
+
+@given(
+    raw=bodies(),
+    name=st.text(min_size=1, max_size=10),
+    salt=st.none() | st.builds(Salt, st.just("cache_salt"), st.text(min_size=1, max_size=5)),
+)
+def test_every_other_byte_is_the_clients_own(raw, name, salt):
     """Undoing the edits gives the body back; and the engine reads what we meant, nothing else."""
     found = facts(raw=raw)
-    out = splice(raw, found, name)
+    out = splice(raw, found, name, salt=salt)
     before, after = json.loads(raw), json.loads(out)
+    if salt is not None:
+        before.pop("cache_salt", None)
+        assert after.pop("cache_salt") == salt.value
     if found.stream:
         asked = dict(before.get("stream_options") or {}, include_usage=True)
         assert after.pop("stream_options") == asked
@@ -308,6 +344,12 @@ def test_every_other_byte_is_the_clients_own(raw, name):
     edits = [] if name == found.model else [(*found.model_span, msgspec.json.encode(name))]
     if found.usage_edit is not None:
         edits.append(found.usage_edit)
+    if salt is not None:
+        value = msgspec.json.encode(salt.value)
+        start = raw.index(b"{") + 1
+        own = (start, start, b'"cache_salt":' + value + b",")
+        span = found.salt_spans.get("cache_salt")
+        edits.append(own if span is None else (*span, value))
     at, there = 0, 0
     for start, end, text in sorted(edits):
         kept = raw[at:start] + text
