@@ -153,6 +153,13 @@ class RequestWindow:
             self._shift(slot)
         return self.total
 
+    def count_at(self, now: float) -> int:
+        """How many requests are in the window at `now`, without changing anything."""
+        size = SLOTS + 1
+        ahead = math.floor(now / self.width) - self.slot
+        forgotten = range(self.slot + 1, self.slot + 1 + min(max(ahead, 0), size))
+        return self.total - sum(self.counts[old % size] for old in forgotten)
+
     def _shift(self, slot: int) -> None:
         """Move the ring to an earlier slot, each count keeping its age."""
         size = SLOTS + 1
@@ -223,6 +230,10 @@ class DailyWindow:
             self.used = self.used if day < self.day else 0.0
             self.day = day
         return self.used
+
+    def used_at(self, now: float) -> float:
+        """What is used of the day of `now`, without changing anything."""
+        return 0.0 if math.floor((now - self.midnight) / DAY) > self.day else self.used
 
     def holds(self, amount: float, now: float) -> bool:
         """Whether `amount` more units fit and something is left."""
@@ -533,9 +544,9 @@ def _wait(meters: tuple[Meter, ...], tokens: float, cost: float, now: float) -> 
 def _usage(meter: Meter, now: float) -> QuotaUsage:
     return QuotaUsage(
         running=meter.running,
-        requests_in_window=meter.requests.advance(now) if meter.requests else None,
+        requests_in_window=meter.requests.count_at(now) if meter.requests else None,
         level=meter.bucket.level_at(now) if meter.bucket else None,
         burst=meter.bucket.burst if meter.bucket else None,
-        used_today=meter.daily.advance(now) if meter.daily else None,
-        cost_today=meter.cost.advance(now) if meter.cost else None,
+        used_today=meter.daily.used_at(now) if meter.daily else None,
+        cost_today=meter.cost.used_at(now) if meter.cost else None,
     )

@@ -306,3 +306,27 @@ def test_limits_below_zero_are_refused():
         RequestWindow(-1.0, 0.0)
     assert RequestWindow(0.0, 0.0).retry_after(0.0) is None
     assert math.isinf(account()._own.cap)
+
+
+@given(
+    st.lists(st.tuples(st.floats(-100.0, 90_000.0), st.floats(0.0, 50.0)), max_size=20),
+    st.floats(-100.0, 200_000.0),
+)
+def test_looking_changes_nothing(history, look):
+    """Usage tells what an admission at that time would see, and leaves every counter as it was."""
+    quota = Quota(
+        tokens_per_minute=600.0,
+        burst_tokens=300.0,
+        requests_per_minute=9.0,
+        daily_tokens=5_000.0,
+        daily_cost=50.0,
+    )
+    seen, blind = (Account(Tenant(name="t", quota=quota), 0.0) for _ in range(2))
+    now = 0.0
+    for gap, tokens in history:
+        now += gap
+        facts = {"key": None, "model": "m", "prompt": 0.0, "tokens": tokens, "cost": 1.0}
+        seen.usage(now + look)
+        one, other = seen.admit(now=now, **facts), blind.admit(now=now, **facts)
+        assert (one.ok, one.reason, one.retry_after) == (other.ok, other.reason, other.retry_after)
+        assert seen.usage(now) == blind.usage(now)
