@@ -12,6 +12,7 @@ import heapq
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil, inf
 from pathlib import Path
 
@@ -160,7 +161,7 @@ class VirtualTime:
         kinds, jobs = np.zeros(most, np.int64), np.zeros(most, np.int64)
         for call in calls:
             self._pending += 1
-            self._at(call.at, lambda call=call: self._arrive(call))
+            self._at(call.at, partial(self._arrive, call))
         self._at(0.0, self._poll)
         if len(self.cores) > 1:
             self._at(0.0, self._push)
