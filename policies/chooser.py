@@ -45,6 +45,7 @@ class _Block:
         "room",
         "scores",
         "sticky",
+        "until",
     )
 
     def __init__(self, n: int, c: int) -> None:
@@ -57,6 +58,7 @@ class _Block:
         self.allowed = np.zeros((n, c), np.bool_)
         self.room = np.zeros((n, c), np.bool_)
         self.draws = np.zeros((n, c))
+        self.until = np.full((n, c), -inf)
 
 
 class _Policy:
@@ -92,7 +94,7 @@ class _Policy:
 @dataclass(slots=True)
 class Choice:
     """The `index`-th of the requests that were looked at takes `route`; `p_best` is its best P(SLO)
-    anywhere.
+    anywhere. With `wait_until` the route is full and warm: better wait for it, until then at most.
     """
 
     index: int
@@ -103,6 +105,7 @@ class Choice:
     version: str
     prediction: Prediction
     candidates: tuple[Candidate, ...]
+    wait_until: float | None = None
 
 
 class Chooser:
@@ -130,6 +133,21 @@ class Chooser:
         row, mask, ids = np.zeros(1), np.zeros(1, np.bool_), np.zeros(1, np.int64)
         self._room = compiled(
             kernels.room_into, b.requests, state.windows, routes, b.allowed, ids, row, 0.0, b.room
+        )
+        self._warm_into = compiled(
+            kernels.warm_into,
+            b.requests,
+            columns,
+            routes,
+            b.estimates.cached,
+            b.allowed,
+            ids,
+            b.room,
+            0,
+            0.0,
+            0.0,
+            0.0,
+            row,
         )
         self._draw = compiled(kernels.draw_into, 0, 0, b.draws)
         self._uniform = compiled(kernels.uniform, 0, 0, 0)
@@ -164,8 +182,14 @@ class Chooser:
         """The fleet changed: its routes have other columns."""
         self._blocks.clear()
 
-    def choose(self, entries: Sequence[Entry], now: float) -> Choice | None:
-        """Score (entries x routes) and pick a pair; None if nothing has room."""
+    def choose(
+        self, entries: Sequence[Entry], now: float, *, may_wait: bool = False
+    ) -> Choice | None:
+        """Score (entries x routes) and pick a pair; None if nothing has room.
+
+        Full routes that are worth a request's wait are scored beside those with room; unless
+        `may_wait`, only for requests whose wait has begun.
+        """
         state, options = self._state, self._options
         block = self._filled(entries)
         requests, estimates, room = block.requests, block.estimates, block.room
@@ -181,6 +205,11 @@ class Chooser:
             room,
         ):
             return None
+        waits = (
+            options.warm_wait
+            and block.cached
+            and self._widened(block, entries, now, may_wait=may_wait)
+        )
         policy = self._policy if now >= self._late_until else self._fallback
         scorer = policy.scorer
         explore = options.explore > 0.0
@@ -207,6 +236,12 @@ class Chooser:
         i, route = policy.pick(score, room, requests.tie)
         if i == kernels.NONE:
             return None
+        wait_until = None
+        if waits:
+            if block.until[i, route] > -inf:
+                wait_until = block.until.item(i, route)
+            else:
+                room[i] &= block.until[i] == -inf
         propensity, p_best = 1.0, 1.0
         if whole:
             p_best = self._best_chance(room[i], estimates.p_slo[i])
@@ -215,7 +250,7 @@ class Chooser:
             only = np.zeros_like(room)
             only[i, route] = True
             self._estimator.fill(requests, fleet, routes, only, now, estimates, people)
-        if explore and entries[i].slo_class.rank > 0:
+        if explore and wait_until is None and entries[i].slo_class.rank > 0:
             route, propensity = self._explored(
                 room[i],
                 estimates.p_slo[i],
@@ -234,7 +269,37 @@ class Chooser:
             policy.version,
             self._prediction(block, i, route, entries[i]),
             self._candidates(block, i, route),
+            wait_until,
         )
+
+    def _widened(
+        self, block: _Block, entries: Sequence[Entry], now: float, *, may_wait: bool
+    ) -> bool:
+        """Open full routes that are worth waiting for, with the end of the wait; True if any is.
+
+        A wait ends with its first bound, with the use of starting, and with the entry's patience.
+        """
+        state, some = self._state, False
+        for i, entry in enumerate(entries):
+            block.until[i] = -inf
+            end = min(entry.warm_until, entry.start_by, entry.ripe)
+            began = entry.warm_until < inf
+            if entry.request.blocks and now < end and (began or may_wait):
+                some |= self._warm_into(
+                    block.requests,
+                    state.columns,
+                    state.routes,
+                    block.estimates.cached,
+                    block.allowed,
+                    state.claimed,
+                    block.room,
+                    i,
+                    self._options.warm_wait_min,
+                    end,
+                    now,
+                    block.until[i],
+                )
+        return some
 
     def hopeless(self, entry: Entry, choice: Choice) -> bool:
         """Whether to refuse for want of a chance: probability 1 - p / shed_below below the

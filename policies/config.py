@@ -25,6 +25,8 @@ class _Policy(BaseModel):
     queue_limit: int = Field(default=10_000, ge=0)  # requests that may wait
     fairness: float = Field(default=1.0, ge=0.0)  # seconds of deadline a second of service costs
     alpha_max: float = Field(default=4.0, ge=0.0)  # weight of shortest work at full load
+    warm_wait: bool = False  # wait for a full replica that holds the prefix while that pays
+    warm_wait_min_ms: float = Field(default=50.0, ge=0.0)  # least prefill such a wait must save
     log_candidates: int = Field(default=8, ge=0, le=64)  # routes per decision-log line
 
 

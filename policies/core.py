@@ -17,7 +17,7 @@ admits nothing then.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import numpy as np
@@ -149,12 +149,13 @@ class DecisionCore:
 
     @property
     def wake_at(self) -> float | None:
-        """When the core wants a `Tick` at the latest: earliest expiry, patience, end of a claim, or
-        staleness.
+        """When the core wants a `Tick` at the latest: earliest expiry, patience, end of a claim or
+        of a warm wait, or staleness.
         """
         if not self.queue:
             return None
-        at = min(self.queue.next_expiry, self.state.next_change(self._now))
+        at = min(self.queue.next_expiry, self.queue.next_line_up)
+        at = min(at, self.state.next_change(self._now))
         for entry in self.queue.oldest(1):
             if entry.claim is None and entry.ripe > self._now:
                 at = min(at, entry.ripe)
@@ -195,9 +196,11 @@ class DecisionCore:
 
     def _place(self, entry: Entry, now: float) -> list[Action]:
         """Send one request if there is room and hope, else hold or shed it."""
-        choice = self._chooser.choose((entry,), now)
-        if choice is None:
+        choice = self._chooser.choose((entry,), now, may_wait=self.queue.may_park)
+        if choice is None or choice.wait_until is not None:
             self.queue.push(entry)
+            if choice is not None:
+                self._park(entry, choice)
             return self._held(entry)
         return self._decided(entry, choice, now)
 
@@ -312,6 +315,14 @@ class DecisionCore:
 
     # ---- holding
 
+    def _park(self, entry: Entry, choice: Choice) -> None:
+        """Let a queued request wait for the full, warm replica it was given; the first bound
+        stands.
+        """
+        if entry.warm_until == inf and choice.wait_until is not None:
+            entry.warm_until = choice.wait_until
+        self.queue.park(entry)
+
     def _held(self, entry: Entry) -> list[Action]:
         """What follows when a request first waits: its reservation is agreed with the store,
         once.
@@ -340,16 +351,20 @@ class DecisionCore:
                 # met.
                 entry.start_by = entry.expires = last
                 self.queue.push(entry)
+        self.queue.line_up(now)
         self.state.press_claims(self.queue.ripe(self.state.size, now), now)
         while self.queue and self.state.any_open(self.queue.least_prompt, now):
             batch = self.queue.candidates(now, self._load())
             progress = False
             while batch and self.state.any_open(self.queue.least_prompt, now):
-                choice = self._chooser.choose(batch, now)
+                choice = self._chooser.choose(batch, now, may_wait=self.queue.may_park)
                 if choice is None:
                     break
-                progress = True
                 entry = batch.pop(choice.index)
+                if choice.wait_until is not None:
+                    self._park(entry, choice)
+                    continue
+                progress = True
                 self.queue.remove(entry)
                 actions += self._decided(entry, choice, now)
             if batch or not progress:

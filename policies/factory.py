@@ -129,6 +129,8 @@ def core_options(config: PolicyConfig) -> CoreOptions:
         fairness=config.fairness,
         alpha_max=config.alpha_max,
         candidates=config.log_candidates,
+        warm_wait=config.warm_wait,
+        warm_wait_min=config.warm_wait_min_ms / 1000.0,
         seed=config.seed,
     )
 

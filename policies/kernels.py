@@ -558,6 +558,113 @@ def step_time(
     return step
 
 
+# ---- waiting for a warm replica
+
+
+@njit(cache=True, error_model="numpy")
+def prefill_seconds(fleet: FleetColumns | Speeds, p: int, prompt: float, cached: float) -> float:
+    """Seconds that idle replica p needs for the rest of a prompt of which it holds `cached` tokens,
+    by its profile.
+    """
+    new = max(prompt - cached, 1.0)
+    steps = math.ceil(new / fleet.chunk[p])
+    compute = fleet.per_token[p] * new + fleet.per_attention[p] * new * (cached + new / 2.0)
+    seconds: float = steps * fleet.overhead[p] + max(steps * fleet.weights[p], compute)
+    return seconds
+
+
+@njit(cache=True, error_model="numpy")
+def opens_in(fleet: FleetColumns, d: int, p: int, prompt: float, need: float) -> float:
+    """Predicted seconds until the windows of replicas d (decode) and p (prefill) have room for a
+    prompt and `need` KV tokens; inf if own streams alone cannot make it.
+
+    The backlog drains at p's profile; of own streams those expected to end first end, until seats
+    and KV cache suffice: tokens left, at least one, times the present step.
+    """
+    backlog = fleet.backlog_tokens[p] + fleet.foreign_backlog[p]
+    wait = 0.0
+    if backlog > 0.0:
+        over = (backlog + prompt) * fleet.per_token[p] - fleet.window[p]
+        wait = max(0.0, min(over, backlog * fleet.per_token[p]))
+    load = fleet.running[d] + fleet.foreign_running[d]
+    seats = max(load - fleet.max_seqs[d], float(fleet.n_streams[d] - fleet.slot.shape[1])) + 1.0
+    context = fleet.context[d] + fleet.foreign_context[d]
+    memory = fleet.kv_used[d] + fleet.foreign_context[d] + need - fleet.kv_capacity[d]
+    if seats <= 0.0 and memory <= 0.0:
+        return wait
+    pace = step_time(fleet, d, load, context, 0.0, 0.0)
+    before = -1.0
+    while True:
+        soonest, seats_free, memory_free = np.inf, 0.0, 0.0
+        for k in range(fleet.n_streams[d]):
+            left = max(fleet.expected[d, k] - fleet.tokens[d, k], 1.0) * pace
+            if fleet.tokens[d, k] == 0.0:
+                left += backlog * fleet.per_token[p]
+            if left > before and left < soonest:
+                soonest, seats_free, memory_free = left, 0.0, 0.0
+            if left == soonest:
+                seats_free += 1.0
+                memory_free += fleet.reserved[d, k]
+        if soonest == np.inf:
+            return soonest
+        seats -= seats_free
+        memory -= memory_free
+        if seats <= 0.0 and memory <= 0.0:
+            return max(wait, soonest)
+        before = soonest
+
+
+@njit(cache=True, error_model="numpy")
+def warm_into(
+    requests: RequestColumns,
+    fleet: FleetColumns,
+    routes: Routes,
+    cached: Mask,
+    allowed: Mask,
+    claims: Ints,
+    room: Mask,
+    i: int,
+    least: float,
+    end: float,
+    now: float,
+    until: Floats,
+) -> bool:
+    """Routes without room that are worth request i's wait, opened in `room`; True if any is.
+
+    until (c,) is when the wait for such a route ends at the latest, else -inf. Worth it: against
+    the least prefill among routes with room it saves at least `least` seconds, and the predicted
+    wait is shorter than what it saves and over before `end`.
+    """
+    some = False
+    prompt = requests.prompt[i]
+    cold = np.inf
+    for c in range(until.shape[0]):
+        until[c] = -np.inf
+        if room[i, c]:
+            cold = min(cold, prefill_seconds(fleet, routes.prefill[c], prompt, cached[i, c]))
+    if cold == np.inf:
+        return some
+    for c in range(until.shape[0]):
+        d, p = routes.decode[c], routes.prefill[c]
+        if room[i, c] or not allowed[i, c] or cached[i, c] <= 0.0:
+            continue
+        if not (fleet.usable[d] and fleet.usable[p]) or prompt + 1.0 > fleet.max_context[d]:
+            continue
+        if claims[d] != NONE and claims[d] != requests.tie[i]:
+            continue
+        saved = cold - prefill_seconds(fleet, p, prompt, cached[i, c])
+        if saved < least:
+            continue
+        last = min(now + saved, end)
+        if now + opens_in(fleet, d, p, prompt, prompt + requests.expected[i]) < last:
+            until[c] = last
+            some = True
+    for c in range(until.shape[0]):
+        if until[c] > -np.inf:
+            room[i, c] = True
+    return some
+
+
 @njit(cache=True, error_model="numpy")
 def fastest(
     fleet: Speeds, decode: Ints, prefill: Ints, allowed: Bools, prompt: float, expected: float

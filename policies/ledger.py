@@ -10,6 +10,7 @@ sent        an attempt runs on a replica                   AttemptEnded, client 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 from domain.columns import Bools, Floats
@@ -45,6 +46,7 @@ class Entry:
     start, `work` the predicted seconds of service on the fastest replica, `row` its float columns
     in the order of `domain.columns.REQUEST_FLOATS`, `expires` when waiting ends. `order` is the
     order of arrival. `feasible`: an idle fleet would meet the limits with room to spare.
+    `warm_until` ends its waiting for a warm replica, inf before it began.
     """
 
     request: InferenceRequest
@@ -73,6 +75,7 @@ class Entry:
     attempt: Attempt | None = None
     first_sent: float | None = None
     claim: int | None = None
+    warm_until: float = inf
     excluded: list[int] = field(default_factory=list)
 
     @property

@@ -16,7 +16,9 @@ class CoreOptions:
     top class never is. `hold`
     False sends at once whatever the replicas' windows say. `retry_share` bounds retries to a share
     of what was sent (plus `retry_floor`). `late_penalty` (s) is how long the fallback scorer
-    decides after a late decision.
+    decides after a late decision. `warm_wait`: a request may wait for a full replica that holds its
+    prefix, if the policy prefers that replica and the predicted wait is shorter than the prefill it
+    saves; `warm_wait_min` (s) is the least such saving.
     """
 
     k_best: int = 8
@@ -33,4 +35,6 @@ class CoreOptions:
     fairness: float = 1.0
     alpha_max: float = 4.0
     late_penalty: float = 10.0
+    warm_wait: bool = False
+    warm_wait_min: float = 0.05
     seed: int = 0

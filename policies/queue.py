@@ -14,6 +14,10 @@ token counter, Sheng et al., OSDI 2024). A request older than its class's ageing
 comes before all that are not, oldest first, and before everything younger of its own tenant. While
 a tenant is `AHEAD` seconds of service before another that waits, its ripe requests wait like the
 rest: a flood grows old without pushing others aside.
+
+At most `PARKED` entries that wait for a warm replica are parked beside the lanes until
+`warm_until`: every batch holds them besides its K, ranked as if they were in it, so they stand in
+nobody's way.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from math import inf
 from policies.ledger import Entry
 
 LANES = 8
+PARKED = 8
+"""Entries that may wait beside the lanes; all of them are looked at with every batch."""
 AHEAD = 1.0
 """Seconds of the whole fleet's service, per unit of weight, by which a tenant whose requests are
 ripe may be before the tenant that had least."""
@@ -57,6 +63,7 @@ class WaitingRoom:
         self._waiting_of: dict[str, int] = {}
         self._tickets = 0
         self._ordered: dict[int, Entry] = {}
+        self._parked: dict[int, Entry] = {}
         self.work = 0.0
         """Predicted seconds of service that wait."""
         self.least_prompt = inf
@@ -78,7 +85,7 @@ class WaitingRoom:
 
         Of a tenant that is `AHEAD` of another that waits, none may.
         """
-        if not self._ordered or self.oldest(1)[0].ripe >= now:
+        if not self._lanes or self.oldest(1)[0].ripe >= now:
             return []
         lanes = self._first_lanes()
         least = min(self._virtual[lane.tenant] for lane in lanes)
@@ -100,48 +107,85 @@ class WaitingRoom:
 
     def push(self, entry: Entry) -> None:
         """Add an entry; its state is the caller's to set."""
-        self._tickets += 1
-        entry.ticket = self._tickets
+        self._enter(entry)
+        self._join_lane(entry)
         tenant = entry.request.tenant
-        key = (tenant, entry.request.model, entry.slo_class.name)
-        lane = self._lanes.get(key)
-        if lane is None:
-            lane = self._lanes[key] = _Lane(tenant)
-        lane.waiting += 1
-        heappush(lane.by_start, (entry.start_by, entry.order, entry.ticket, entry))
-        heappush(lane.by_work, (entry.work, entry.order, entry.ticket, entry))
-        ripe = entry.ripe
-        heappush(lane.by_age, (ripe, entry.order, entry.ticket, entry))
-        heappush(self._age, (ripe, entry.order, entry.ticket, entry))
-        heappush(self._expiry, (entry.expires, entry.order, entry.ticket, entry))
         if self._waiting_of.get(tenant, 0) == 0:
             # A tenant that comes back does not spend the time it was away (VTC's lift).
             active = [self._virtual[t] for t, n in self._waiting_of.items() if n > 0]
             self._virtual[tenant] = max(self._virtual.get(tenant, 0.0), min(active, default=0.0))
         self._waiting_of[tenant] = self._waiting_of.get(tenant, 0) + 1
-        self._ordered[entry.ticket] = entry
         self.work += entry.work
         self.least_prompt = min(self.least_prompt, entry.prompt)
 
-    def remove(self, entry: Entry) -> None:
-        """Take an entry out; its lines die where they are."""
-        if self._ordered.pop(entry.ticket, None) is None:
+    @property
+    def may_park(self) -> bool:
+        """Whether another entry may begin to wait beside the lanes."""
+        return len(self._parked) < PARKED
+
+    def park(self, entry: Entry) -> None:
+        """Set a waiting entry beside the lanes until its `warm_until`."""
+        if entry.ticket in self._parked:
             return
-        entry.ticket = 0
-        tenant = entry.request.tenant
-        key = (tenant, entry.request.model, entry.slo_class.name)
+        del self._ordered[entry.ticket]
+        self._enter(entry)  # under another ticket, so that its lines so far die
+        self._leave_lane(entry)
+        self._parked[entry.ticket] = entry
+
+    def line_up(self, now: float) -> None:
+        """Put parked entries whose wait is over into their lanes."""
+        for entry in list(self._parked.values()):
+            if entry.warm_until <= now:
+                del self._parked[entry.ticket]
+                self._join_lane(entry)
+
+    @property
+    def next_line_up(self) -> float:
+        """When the next parked entry's wait is over, inf if none is parked."""
+        return min((entry.warm_until for entry in self._parked.values()), default=inf)
+
+    def _enter(self, entry: Entry) -> None:
+        """A new ticket, and lines in what all lanes share."""
+        self._tickets += 1
+        ticket = entry.ticket = self._tickets
+        self._ordered[ticket] = entry
+        heappush(self._age, (entry.ripe, entry.order, ticket, entry))
+        heappush(self._expiry, (entry.expires, entry.order, ticket, entry))
+
+    def _join_lane(self, entry: Entry) -> None:
+        key = (entry.request.tenant, entry.request.model, entry.slo_class.name)
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = _Lane(entry.request.tenant)
+        lane.waiting += 1
+        heappush(lane.by_start, (entry.start_by, entry.order, entry.ticket, entry))
+        heappush(lane.by_work, (entry.work, entry.order, entry.ticket, entry))
+        heappush(lane.by_age, (entry.ripe, entry.order, entry.ticket, entry))
+
+    def _leave_lane(self, entry: Entry) -> None:
+        """Its lines there are dead already."""
+        key = (entry.request.tenant, entry.request.model, entry.slo_class.name)
         lane = self._lanes[key]
         lane.waiting -= 1
-        self._waiting_of[tenant] -= 1
-        if self._ordered:
-            self.work -= entry.work
-        else:
-            self.work, self.least_prompt = 0.0, inf
         if lane.waiting == 0:
             del self._lanes[key]
         else:
             for heap in (lane.by_start, lane.by_work, lane.by_age):
                 _compact(heap, lane.waiting)
+
+    def remove(self, entry: Entry) -> None:
+        """Take an entry out; its lines die where they are."""
+        if self._ordered.pop(entry.ticket, None) is None:
+            return
+        parked = self._parked.pop(entry.ticket, None) is not None
+        entry.ticket = 0
+        self._waiting_of[entry.request.tenant] -= 1
+        if self._ordered:
+            self.work -= entry.work
+        else:
+            self.work, self.least_prompt = 0.0, inf
+        if not parked:
+            self._leave_lane(entry)
         _compact(self._expiry, len(self._ordered))
         _compact(self._age, len(self._ordered))
 
@@ -168,14 +212,14 @@ class WaitingRoom:
         return self._expiry[0][0] if self._expiry else inf
 
     def candidates(self, now: float, load: float) -> list[Entry]:
-        """At most K entries in the present order; `load` in [0, 1] slides from deadline to shortest
-        work.
+        """At most K entries, and the parked ones, in the present order; `load` in [0, 1] slides
+        from deadline to shortest work.
         """
         if not self._ordered:
             return []
         virtual = self._virtual
         lanes = self._first_lanes()
-        share = max(self._k // (2 * len(lanes)), 1)
+        share = max(self._k // (2 * max(len(lanes), 1)), 1)
         union: dict[int, Entry] = {}
         for lane in lanes:
             for heap in (lane.by_start, lane.by_work):
@@ -184,7 +228,9 @@ class WaitingRoom:
             if _peek(lane.by_age, 1)[0][0] < now:
                 for line in _peek(lane.by_age, max(share, 2)):
                     union[line[2]] = line[3]
-        least = min(virtual[lane.tenant] for lane in lanes)
+        parked = list(self._parked.values())
+        tenants = [lane.tenant for lane in lanes] + [entry.request.tenant for entry in parked]
+        least = min(virtual[tenant] for tenant in tenants)
         alpha = self._alpha_max * load
         fairness = self._fairness
 
@@ -197,7 +243,8 @@ class WaitingRoom:
             key = now if ripe < now else max(entry.start_by, now) + alpha * entry.work
             return (1, key + fairness * ahead, ripe, entry.order)
 
-        return sorted(union.values(), key=rank)[: self._k]
+        chosen = sorted(union.values(), key=rank)[: self._k]
+        return sorted(chosen + parked, key=rank) if parked else chosen
 
 
 def _dead(line: Line) -> bool:
