@@ -1,6 +1,7 @@
 """The decision core, driven by random histories and by small scenarios."""
 
 import itertools
+import random
 
 import numpy as np
 import pytest
@@ -44,9 +45,9 @@ steps = st.lists(
 )
 
 
-def play(shell: Shell, script) -> float:
-    """Turn a random script into a legal history; returns the time at its end."""
-    now, number, firsts = 0.0, 0, set()
+def play(shell: Shell, script, now: float = 0.0) -> float:
+    """Turn a random script into a legal history from `now` on; returns the time at its end."""
+    number, firsts = len(shell.arrived), set()
     m = len(shell.core.fleet.replicas)
     for op, who, amount in script:
         now += amount * 1e-3
@@ -98,13 +99,13 @@ def play(shell: Shell, script) -> float:
     return now
 
 
-def finish(shell: Shell, now: float) -> None:
-    """Let everything that is open come to its end."""
+def finish(shell: Shell, now: float) -> float:
+    """Let everything that is open come to its end; returns the time then."""
     for i in range(len(shell.core.fleet.replicas)):
         shell.tell(AvailabilityChanged(now, i, True))
     for _ in range(10_000):
         if not shell.core.open:
-            return
+            return now
         now += 0.5
         shell.tell(Tick(now))
         for send in list(shell.sends.values()):
@@ -123,6 +124,29 @@ def test_every_request_is_settled_once_and_nothing_is_left(script, kind, explore
     shell.assert_empty()
     for account in ("t", "u"):
         assert shell.core.account(account).usage(now)["tenant"].running == 0
+
+
+@pytest.mark.slow
+def test_ten_thousand_histories_leave_nothing():
+    """10,000 random histories of cancels, timeouts, failures and readings, one after another
+    through one core per policy: after each, nothing is left.
+    """
+    chance = random.Random(7)
+    ops = "aaaaaaffppeexcgtrvw"
+    settled = 0
+    for number, kind in enumerate(SCORERS):
+        shell, now = Shell(make_core(kind, explore=0.1)), 0.0
+        for _ in range(10_000 // len(SCORERS) + (number < 10_000 % len(SCORERS))):
+            script = [
+                (chance.choice(ops), chance.randrange(41), chance.randrange(2_001))
+                for _ in range(chance.randrange(10, 60))
+            ]
+            now = finish(shell, play(shell, script, now))
+            shell.assert_empty()
+            shell.log.clear()
+        assert set(shell.settled) == shell.arrived
+        settled += len(shell.settled)
+    assert settled > 50_000
 
 
 @settings(max_examples=60, deadline=None)
