@@ -51,7 +51,7 @@ from policies.core import DecisionCore
 from policies.factory import build_core
 from predictors.estimator import BaselineEstimator
 
-KNEE = 56.0
+KNEE = 53.0
 """Requests/s at which 90 % of this workload's limits are met on this fleet (`knee`)."""
 
 CLASSES = (
