@@ -21,7 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 STREAMS = "-c 200 -n 600 -d 60 --stream --tokens 64 --ramp-ms 1280"
-BESIDE = "-c 4 -n 100000 -d 60 --tokens 1"
+DECISIONS = 200
+"""Requests per second that are decided while the streams run; open loop."""
 
 
 def built(bench, work):
@@ -41,13 +42,27 @@ def load(work, port, arguments, model):
     )
 
 
+def decisions(port):
+    """Unstreamed one-token requests at `DECISIONS` a second, from core 1, until terminated."""
+    command = ["taskset", "-c", "1", sys.executable, "-m", "sluice", "replay", "--poisson"]
+    command += ["--url", f"http://127.0.0.1:{port}", "--rate", str(DECISIONS), "--count", "12000"]
+    command += ["--prompt", "16", "--output", "1", "--no-stream", "--model", "mock-model", "--json"]
+    beside = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
+    )
+    before = counted(port)
+    while counted(port) < before + DECISIONS:
+        time.sleep(0.1)
+    return beside
+
+
 def round_of(work, engine, gateway, delay_us):
     """One round: p50 and p99 gaps in ms of the three cases."""
     url = f"http://127.0.0.1:{engine}/mock/config?delay_us={delay_us}"
     urllib.request.urlopen(url, data=b"", timeout=5).read()
     found = {}
     for case, port in (("direct", engine), ("gateway", gateway), ("with decisions", gateway)):
-        beside = load(work, gateway, BESIDE, "mock-model") if case == "with decisions" else None
+        beside = decisions(gateway) if case == "with decisions" else None
         before, began = counted(gateway), time.monotonic()
         streams = json.loads(load(work, port, STREAMS, "mock-model").communicate(timeout=120)[0])
         assert streams["errors"] == 0, streams
@@ -57,7 +72,7 @@ def round_of(work, engine, gateway, delay_us):
         )
         if beside is not None:
             beside.terminate()
-            beside.communicate(timeout=30)
+            beside.wait(timeout=30)
     return found
 
 
@@ -93,7 +108,7 @@ def main():
             process.terminate()
             process.wait(timeout=30)
     report = {
-        case: {k: statistics.median(r[case][k] for r in rounds) for k in ("p50", "p99", "max")}
+        case: {k: statistics.median(r[case][k] for r in rounds) for k in rounds[0][case]}
         for case in rounds[0]
     }
     report["added p99"] = report["with decisions"]["p99"] - report["direct"]["p99"]
