@@ -455,11 +455,6 @@ class OpenAIServer(AbstractAsyncContextManager["OpenAIServer"]):
         """Base URL."""
         return f"http://{self._host}:{self._port}"
 
-    def drop_connections(self) -> None:
-        """Close every connection at once, as a crash does."""
-        for connection in list(self.connections):
-            connection.abort()
-
     def handle(self, connection: _Connection, method: bytes, path: bytes, body: bytes) -> None:
         """Answer one request."""
         surface = SURFACES.get(path)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 from domain.columns import (
-    Bools,
     Draws,
     EstimateColumns,
     FleetColumns,
@@ -132,7 +131,3 @@ class Store(Protocol):
         """What all gateways together have counted of these tenants, by tenant and meter (`tenant`,
         `key:NAME`, `model:NAME`). None where nobody counts for all, or who does is away.
         """
-
-
-RouteMask = Bools
-"""(c,) routes that a request may take."""

@@ -20,8 +20,3 @@ Probability = NewType("Probability", float)
 def seconds_from_ms(milliseconds: float) -> Seconds:
     """Milliseconds of an HTTP header or config key, in seconds."""
     return Seconds(milliseconds / 1000.0)
-
-
-def ms_from_seconds(seconds: float) -> float:
-    """Seconds, in the milliseconds that headers and config keys carry."""
-    return seconds * 1000.0

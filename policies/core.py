@@ -295,8 +295,6 @@ class DecisionCore:
     def _send(self, entry: Entry, attempt: Attempt, now: float) -> Send:
         entry.state = "sent"
         attempt.sent = now
-        if entry.first_sent is None:
-            entry.first_sent = now
         self._sent += 1.0
         self.state.sent(attempt, entry.request)
         return Send(

@@ -73,7 +73,6 @@ class Entry:
     refusals: int = 0
     attempts: int = 0
     attempt: Attempt | None = None
-    first_sent: float | None = None
     claim: int | None = None
     warm_until: float = inf
     excluded: list[int] = field(default_factory=list)

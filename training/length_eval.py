@@ -168,13 +168,6 @@ def run(
     return Run(order, ours, own, rank, level, seen)
 
 
-def means(survival: Floats) -> Floats:
-    """Expected tokens of survivals (n, BINS + 1), (n,)."""
-    widths = np.diff(EDGES)
-    mean: Floats = (0.5 * (survival[:, :-1] + survival[:, 1:]) * widths).sum(1)
-    return mean
-
-
 def medians(survival: Floats) -> Floats:
     """Median tokens of survivals (n, BINS + 1), (n,)."""
     return np.array([LengthDistribution(s).quantile(0.5) for s in survival])
