@@ -87,7 +87,7 @@ def replay(
     count: int,
     data: str | None,
     out: Path,
-    slo_class: str = "interactive",
+    slo_class: str,
 ) -> dict[str, Any]:
     """One run: a fresh fleet, the trace's first `count` requests at `rate` per second; its
     report.
@@ -128,19 +128,20 @@ def joined(out: Path) -> dict[str, int]:
     }
 
 
-def knee(config: Path, trace: str, data: str | None, out: Path, count: int) -> float:
+def knee(
+    config: Path, trace: str, data: str | None, out: Path, count: int, slo_class: str
+) -> float:
     """Requests per second at which 90 % still meet their limits under least requests."""
     flood = replay(
         config, "least_requests", trace, 1000.0, count, data, out / f"{trace}-flood", "batch"
     )
-    capacity = count / flood["makespan"]
+    capacity: float = count / flood["makespan"]
     above: tuple[float, float] | None = None
     below = (capacity, 0.0)
     for share in (0.85, 0.65, 0.45, 0.25):
         rate = share * capacity
-        run = replay(
-            config, "least_requests", trace, rate, count, data, out / f"{trace}-knee-{share}"
-        )
+        folder = out / f"{trace}-knee-{share}"
+        run = replay(config, "least_requests", trace, rate, count, data, folder, slo_class)
         if run["attainment"] >= 0.9:
             above = (rate, run["attainment"])
             break
@@ -163,6 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--floor", type=int, default=5, help="runs of one policy in the first cell")
     parser.add_argument("--knee-count", type=int, default=60, help="requests of a knee run")
+    parser.add_argument("--class", dest="slo_class", default="standard", help="class of requests")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     out: Path = args.out.resolve()
@@ -172,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
     for number, cell in enumerate(args.cells.split(",")):
         trace, load = cell.split("@")
         if trace not in knees:
-            knees[trace] = knee(args.config, trace, args.data, out, args.knee_count)
+            knees[trace] = knee(args.config, trace, args.data, out, args.knee_count, args.slo_class)
             print(f"{trace}: knee {knees[trace]:.3f} requests/s", file=sys.stderr, flush=True)
         runs = [(policy, 0) for policy in args.policies.split(",")]
         order.shuffle(runs)
@@ -190,6 +192,7 @@ def main(argv: list[str] | None = None) -> int:
                 TRACES[trace][1],
                 args.data,
                 folder,
+                args.slo_class,
             )
             results.setdefault(cell, {}).setdefault(policy, []).append(report)
             print(
