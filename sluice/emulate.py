@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 from domain.errors import ConfigError
 from domain.fleet import ReplicaSpec
 from gateway.config import UrlReplica
+from sluice.assembly import run_loop
 from sluice.cli import DONE
-from sluice.serve import run_loop
 from sluice.settings import Settings, load
 
 EXAMPLE = "sluice emulate -c configs/emulated.yaml --dilate 4"

@@ -225,7 +225,7 @@ def _watched(make: Any, total: int, *, show: bool) -> list[Result]:
     """Run a replay, with a progress bar if somebody looks."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    from sluice.serve import run_loop
+    from sluice.assembly import run_loop
 
     found: list[Result] = []
     columns = ("sent {task.fields[sent]}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -35,8 +35,7 @@ from gateway.config import LogsConfig, StoreConfig
 from gateway.decision_log import worker_path
 from gateway.fleet import Place, url_place
 from gateway.siblings import Siblings
-from sluice.cli import BAD_INPUT, DONE
-from sluice.serve import (
+from sluice.assembly import (
     Children,
     Listening,
     Ready,
@@ -48,6 +47,7 @@ from sluice.serve import (
     set_up_logging,
     until_signalled,
 )
+from sluice.cli import BAD_INPUT, DONE
 from sluice.settings import Settings
 
 KILL_AFTER = 5.0

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from gateway.app import Gateway
-from sluice.serve import gateway_of
+from sluice.assembly import gateway_of
 from sluice.settings import Settings
 
 

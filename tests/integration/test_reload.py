@@ -11,9 +11,9 @@ import yaml
 from domain.errors import ConfigError
 from gateway.event_log import read, read_header, replay
 from gateway.tenants import hash_of
+from sluice.assembly import reloadable
 from sluice.recorded import core_of
 from sluice.reload import digest
-from sluice.serve import reloadable
 from sluice.settings import Settings
 from tests.fakes.paced_engine import PacedEngine
 from tests.fakes.whole_gateway import settings_for, settled

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from sluice.serve import gateway_of
+from sluice.assembly import gateway_of
 from sluice.settings import Settings
 from tests.fakes.whole_gateway import LoopThread, left_behind
 
