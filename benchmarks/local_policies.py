@@ -4,11 +4,11 @@
     servegen@1.0,azure@1.0]
 
 For each trace the knee is measured first: what the fleet completes per second when everything is
-offered at once, then least requests at 85, 65, 45 and 25 % of that until at least 90 % of the
-limits are met; the knee is where 90 % lies between the last two (linear). Loads are multiples of
-it. Each run starts a fresh gateway and fleet; runs of one cell follow each other in random order,
-with runs of one policy (the noise floor) between them. Every finished run is kept in --out, so that
-an interrupted job goes on where it stopped.
+offered at once, then least requests at 85 % of that, and 15 % more or less again and again until
+the share of limits met has crossed 90 %; the knee is where 90 % lies between the last two (linear).
+Loads are multiples of it. Each run starts a fresh gateway and fleet; runs of one cell follow each
+other in random order, with runs of one policy (the noise floor) between them. Every finished run is
+kept in --out, so that an interrupted job goes on where it stopped.
 
 The report has goodput, attainment and latencies per policy, the noise floor as half the range of
 the repeated runs, and how well P(SLO) did: its Brier score beside the base rate's.
@@ -136,19 +136,16 @@ def knee(
         config, "least_requests", trace, 1000.0, count, data, out / f"{trace}-flood", "batch"
     )
     capacity: float = count / flood["makespan"]
-    above: tuple[float, float] | None = None
-    below = (capacity, 0.0)
-    for share in (0.85, 0.65, 0.45, 0.25):
-        rate = share * capacity
-        folder = out / f"{trace}-knee-{share}"
+    tried: list[tuple[float, float]] = []
+    rate = 0.85 * capacity
+    while not tried or (tried[0][1] >= 0.9) == (tried[-1][1] >= 0.9):
+        if not 0.2 < rate / capacity < 3.0:
+            raise SystemExit(f"{trace}: no knee between a fifth of the flood's rate and thrice it")
+        folder = out / f"{trace}-knee-{rate / capacity:.3f}"
         run = replay(config, "least_requests", trace, rate, count, data, folder, slo_class)
-        if run["attainment"] >= 0.9:
-            above = (rate, run["attainment"])
-            break
-        below = (rate, run["attainment"])
-    if above is None:
-        raise SystemExit(f"{trace}: even at a quarter of its capacity the fleet misses its limits")
-    (r0, a0), (r1, a1) = above, below
+        tried.append((rate, run["attainment"]))
+        rate *= 1.15 if run["attainment"] >= 0.9 else 0.85
+    (r0, a0), (r1, a1) = tried[-2:]
     return r0 + (r1 - r0) * (a0 - 0.9) / (a0 - a1)
 
 
@@ -163,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cells", default="servegen@1.0,servegen@0.7,azure@1.0,azure@0.7")
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--floor", type=int, default=5, help="runs of one policy in the first cell")
-    parser.add_argument("--knee-count", type=int, default=60, help="requests of a knee run")
+    parser.add_argument("--knee-count", type=int, default=150, help="requests of a knee run")
     parser.add_argument("--class", dest="slo_class", default="standard", help="class of requests")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
