@@ -68,6 +68,8 @@ class FleetColumns(NamedTuple):
     per_context: Floats  # s / token
     per_token: Floats  # s / token
     per_attention: Floats  # s / token^2
+    experts: Floats  # s
+    expert_tokens: Floats  # tokens of a step
     chunk: Floats  # tokens
     uncertainty: Floats  # sd of log(actual / predicted)
     price: Floats  # per second busy
@@ -248,6 +250,8 @@ def fleet_columns(replicas: Sequence[ReplicaSpec], streams: int | None = None) -
         per_context=of([p.per_context for p in profiles]),
         per_token=of([p.per_token for p in profiles]),
         per_attention=of([p.per_attention for p in profiles]),
+        experts=of([p.experts for p in profiles]),
+        expert_tokens=of([p.expert_tokens for p in profiles]),
         chunk=of([p.chunk for p in profiles]),
         uncertainty=of([p.uncertainty for p in profiles]),
         price=of([p.price for p in profiles]),

@@ -27,16 +27,20 @@ class ProfileKey:
 class Profile:
     """How fast a replica is: the step time of continuous batching.
 
-        step = overhead + per_sequence * batch + max(memory, compute)
+        step = overhead + per_sequence * batch + touched + max(memory, compute)
+        touched = experts * tokens / (tokens + expert_tokens), tokens = batch + prefill
         memory = weights + per_context * sum(context)
-        compute = per_token * (batch + prefill) + per_attention * sum(new * (cached + new / 2))
+        compute = per_token * tokens + per_attention * sum(new * (cached + new / 2))
 
     `batch` counts decoding sequences, `context` their resident tokens, `prefill` the new prompt
     tokens of the step. All times in seconds; `weights` is the time to read the weights once per
-    step (bytes / bandwidth: N bytes, not 2 N). `chunk` is the prefill budget of one step in tokens,
-    `kv_capacity` in tokens, `max_context` in tokens per sequence. `price` is per second of a busy
-    replica, in any one currency; `power` in watts.
-    Source: the roofline form of DESIGN section 5.
+    step (bytes / bandwidth: N bytes, not 2 N). `experts` is the time to read what only some tokens
+    need, the routed experts of a MoE, and `expert_tokens` how many tokens of a step touch half of
+    it: routing is skewed, so that the share grows slower than 1 - (1 - k/E)^tokens. `chunk` is the
+    prefill budget of one step in tokens, `kv_capacity` in tokens, `max_context` in tokens per
+    sequence. `price` is per second of a busy replica, in any one currency; `power` in watts.
+    Source: the roofline form of DESIGN section 5; the share of the experts is ours, fitted to step
+    tables (docs/calibration.md).
     """
 
     key: ProfileKey = field(default_factory=ProfileKey)
@@ -46,6 +50,8 @@ class Profile:
     per_context: float = 8.0e-8
     per_token: float = 6.0e-5
     per_attention: float = 2.0e-9
+    experts: float = 0.0
+    expert_tokens: float = 1.0
     chunk: int = 1024
     max_seqs: int = 256
     kv_capacity: float = 200_000.0
@@ -56,11 +62,14 @@ class Profile:
     """Standard deviation of the log of (actual / predicted) latency before anything was learned."""
 
     def __post_init__(self) -> None:
-        for name in ("overhead", "weights", "per_sequence", "per_context", "per_attention"):
+        for name in (
+            "overhead", "weights", "per_sequence", "per_context", "per_attention", "experts",
+        ):  # fmt: skip
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 s or more, not {getattr(self, name)}")
-        if not self.per_token > 0:
-            raise ValueError(f"per_token must be above 0 s, not {self.per_token}")
+        for name, unit in (("per_token", "s"), ("expert_tokens", "tokens")):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0 {unit}, not {getattr(self, name)}")
         if self.chunk < 1 or self.max_seqs < 1 or self.kv_capacity < 1 or self.max_context < 1:
             raise ValueError("chunk, max_seqs, kv_capacity and max_context must be at least 1")
 

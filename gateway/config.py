@@ -50,6 +50,8 @@ class ProfileConfig(Section):
     per_context_ns: NotNegative | None = None
     per_token_us: Positive | None = None
     per_attention_ns: NotNegative | None = None
+    experts_ms: NotNegative | None = None
+    expert_tokens: Positive | None = None  # of a step, that touch half of the experts
     chunk_tokens: Annotated[int, Field(ge=1)] | None = None
     max_seqs: Annotated[int, Field(ge=1)] | None = None
     kv_capacity_tokens: Annotated[float, Field(ge=1)] | None = None
@@ -79,6 +81,8 @@ class ProfileConfig(Section):
             per_context=_scaled(self.per_context_ns, 1e-9, start.per_context),
             per_token=_scaled(self.per_token_us, 1e-6, start.per_token),
             per_attention=_scaled(self.per_attention_ns, 1e-9, start.per_attention),
+            experts=_scaled(self.experts_ms, 1e-3, start.experts),
+            expert_tokens=self.expert_tokens or start.expert_tokens,
             chunk=self.chunk_tokens or start.chunk,
             max_seqs=seqs,
             kv_capacity=self.kv_capacity_tokens or kv_capacity or start.kv_capacity,

@@ -95,6 +95,8 @@ class Speeds(NamedTuple):
     per_context: Floats
     per_token: Floats
     per_attention: Floats
+    experts: Floats
+    expert_tokens: Floats
     chunk: Floats
 
 
@@ -551,10 +553,13 @@ def step_time(
     `prefill` new tokens after `cached` ones, beside `batch` sequences with `context` resident
     tokens.
     """
+    tokens = batch + prefill
     memory = fleet.weights[r] + fleet.per_context[r] * context
-    compute = fleet.per_token[r] * (batch + prefill)
+    compute = fleet.per_token[r] * tokens
     compute += fleet.per_attention[r] * prefill * (cached + prefill / 2.0)
-    step: float = fleet.overhead[r] + fleet.per_sequence[r] * batch + max(memory, compute)
+    fixed = fleet.overhead[r] + fleet.per_sequence[r] * batch
+    fixed += fleet.experts[r] * tokens / (tokens + fleet.expert_tokens[r])
+    step: float = fixed + max(memory, compute)
     return step
 
 
@@ -569,7 +574,8 @@ def prefill_seconds(fleet: FleetColumns | Speeds, p: int, prompt: float, cached:
     new = max(prompt - cached, 1.0)
     steps = math.ceil(new / fleet.chunk[p])
     compute = fleet.per_token[p] * new + fleet.per_attention[p] * new * (cached + new / 2.0)
-    seconds: float = steps * fleet.overhead[p] + max(steps * fleet.weights[p], compute)
+    fixed = fleet.overhead[p] + fleet.experts[p] * new / (new + steps * fleet.expert_tokens[p])
+    seconds: float = steps * fixed + max(steps * fleet.weights[p], compute)
     return seconds
 
 
@@ -679,8 +685,11 @@ def fastest(
         d, p = decode[c], prefill[c]
         steps = math.ceil(max(prompt, 1.0) / fleet.chunk[p])
         compute = prompt * fleet.per_token[p] + fleet.per_attention[p] * prompt * prompt / 2.0
-        t = steps * fleet.overhead[p] + max(steps * fleet.weights[p], compute)
+        fixed = fleet.overhead[p]
+        fixed += fleet.experts[p] * prompt / (prompt + steps * fleet.expert_tokens[p])
+        t = steps * fixed + max(steps * fleet.weights[p], compute)
         pace = fleet.overhead[d] + fleet.per_sequence[d]
+        pace += fleet.experts[d] / (1.0 + fleet.expert_tokens[d])
         pace += max(
             fleet.weights[d] + fleet.per_context[d] * (prompt + expected / 2.0), fleet.per_token[d]
         )

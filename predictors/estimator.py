@@ -165,7 +165,9 @@ class BaselineEstimator:
         memory = profile.weights + profile.per_context * context
         batch = prediction.running + 1.0
         alone = profile.overhead + profile.per_sequence + max(memory, profile.per_token)
+        alone += profile.experts / (1.0 + profile.expert_tokens)
         step = profile.overhead + profile.per_sequence * batch
+        step += profile.experts * batch / (batch + profile.expert_tokens)
         return alone, step + max(memory, profile.per_token * batch) - alone
 
 

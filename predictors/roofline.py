@@ -57,6 +57,8 @@ class Loads(NamedTuple):
     per_context: Floats
     per_token: Floats
     per_attention: Floats
+    experts: Floats
+    expert_tokens: Floats
     chunk: Floats
     running: Floats
     context: Floats
@@ -76,10 +78,13 @@ def step_time(
     fleet: FleetColumns | Loads, r: int, batch: float, context: float, prefill: float, cached: float
 ) -> float:
     """Seconds of one engine step of replica r; `prefill` new tokens after `cached` ones."""
+    tokens = batch + prefill
     memory = fleet.weights[r] + fleet.per_context[r] * context
-    compute = fleet.per_token[r] * (batch + prefill)
+    compute = fleet.per_token[r] * tokens
     compute += fleet.per_attention[r] * prefill * (cached + prefill / 2.0)
-    step: float = fleet.overhead[r] + fleet.per_sequence[r] * batch + max(memory, compute)
+    fixed = fleet.overhead[r] + fleet.per_sequence[r] * batch
+    fixed += fleet.experts[r] * tokens / (tokens + fleet.expert_tokens[r])
+    step: float = fixed + max(memory, compute)
     return step
 
 

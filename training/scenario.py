@@ -250,7 +250,8 @@ def _fleet(scenario: Scenario, profiles: Mapping[str, Profile]) -> FleetSpec:
         whole = {"chunk", "max_seqs", "max_context"}
         change = {k: int(v) if k in whole else v for k, v in group.change.items()}
         profile = replace(profiles[group.profile], **change)  # type: ignore[arg-type]
-        speed = 1.0 / (profile.overhead + profile.weights + 32 * profile.per_sequence)
+        fixed = profile.overhead + profile.experts * 32 / (32 + profile.expert_tokens)
+        speed = 1.0 / (fixed + profile.weights + 32 * profile.per_sequence)
         replicas += [
             ReplicaSpec(
                 name=f"{group.profile}-{len(replicas) + k}",
@@ -275,7 +276,10 @@ def _believed(fleet: FleetSpec, error: float, rng: np.random.Generator) -> Fleet
     """The fleet with each replica's times off by one factor in [1 - error, 1 + error]."""
     if error == 0.0:
         return fleet
-    times = ("overhead", "weights", "per_sequence", "per_context", "per_token", "per_attention")
+    times = (
+        "overhead", "weights", "per_sequence", "per_context", "per_token", "per_attention",
+        "experts",
+    )  # fmt: skip
     replicas = []
     for spec in fleet.replicas:
         factors = rng.uniform(1.0 - error, 1.0 + error, len(times))

@@ -63,7 +63,9 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _decode_faults = msgspec.json.Decoder(Faults).decode
-_SCALED = ("overhead", "weights", "per_sequence", "per_context", "per_token", "per_attention")
+_SCALED = (
+    "overhead", "weights", "per_sequence", "per_context", "per_token", "per_attention", "experts",
+)  # fmt: skip
 
 
 class _Kernels:

@@ -57,8 +57,8 @@ def dump(profile: Profile) -> dict[str, Any]:
         for n in ("gpu", "engine", "model", "precision", "tp", "pp", "ep")
     }
     names = (
-        "overhead weights per_sequence per_context per_token per_attention chunk max_seqs "
-        "kv_capacity max_context price power uncertainty"
+        "overhead weights per_sequence per_context per_token per_attention experts "
+        "expert_tokens chunk max_seqs kv_capacity max_context price power uncertainty"
     )
     rest = {
         n: v if isinstance(v, int) else float(f"{v:.4g}")

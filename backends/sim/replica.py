@@ -53,8 +53,8 @@ PAGE = 16
 """Tokens of a KV page, as in vLLM's default block size."""
 
 PROFILE_FIELDS = (
-    "overhead", "weights", "per_sequence", "per_context", "per_token", "per_attention", "chunk",
-    "max_seqs", "max_context",
+    "overhead", "weights", "per_sequence", "per_context", "per_token", "per_attention", "experts",
+    "expert_tokens", "chunk", "max_seqs", "max_context",
 )  # fmt: skip
 # states of a job
 ABSENT, WAITING, PREFILLING, DECODING, MOVING, DONE = 0, 1, 2, 3, 4, 5
@@ -66,7 +66,8 @@ REPLICA = np.dtype(
     [
         # profile: seconds and tokens as in `Profile`
         *((name, np.float64) for name in (
-            "overhead", "weights", "per_sequence", "per_context", "per_token", "per_attention")),
+            "overhead", "weights", "per_sequence", "per_context", "per_token", "per_attention",
+            "experts", "expert_tokens")),
         *((name, np.int64) for name in ("chunk", "max_seqs", "max_context", "pages")),
         ("up", np.int64),
         ("clock", np.float64),  # when the present stretch began
@@ -625,6 +626,9 @@ def plan(ph: Physics, r: int, now: float) -> None:
                     high = mid
             k = low
     ph.replica[r].base = ph.replica[r].overhead + ph.replica[r].per_sequence * n
+    ph.replica[r].base += (
+        ph.replica[r].experts * (n + tokens) / (n + tokens + ph.replica[r].expert_tokens)
+    )
     ph.replica[r].memory_0 = (
         ph.replica[r].weights + ph.replica[r].per_context * ph.replica[r].context
     )

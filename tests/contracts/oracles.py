@@ -115,7 +115,10 @@ def _step(fleet, d, batch, context, prefill=0.0, cached=0.0):
     memory = fleet.weights[d] + fleet.per_context[d] * context
     compute = fleet.per_token[d] * (batch + prefill)
     compute = compute + fleet.per_attention[d] * prefill * (cached + prefill / 2)
-    return fleet.overhead[d] + fleet.per_sequence[d] * batch + np.maximum(memory, compute)
+    tokens = batch + prefill
+    touched = fleet.experts[d] * tokens / (tokens + fleet.expert_tokens[d])
+    fixed = fleet.overhead[d] + fleet.per_sequence[d] * batch + touched
+    return fixed + np.maximum(memory, compute)
 
 
 def _stream_losses(s, p, d, expected, before, after, pause):

@@ -386,6 +386,8 @@ def test_the_fastest_is_what_an_idle_replica_would_give():
     state = plain_state(3, prompt=1500.0, expected=80.0)
     state.fleet.per_token[:] = 1e-4, 2e-4, 3e-4
     state.fleet.weights[:] = 0.03, 0.01, 0.02
+    state.fleet.experts[:] = 0.0, 0.02, 0.04
+    state.fleet.expert_tokens[:] = 1.0, 5.0, 40.0
     speeds = kernels.view(kernels.Speeds, state.fleet)
     decode, prefill = state.routes.decode, state.routes.prefill
 

@@ -43,11 +43,14 @@ def test_a_step_is_the_larger_of_memory_and_compute():
         per_context=1e-7,
         per_token=1e-4,
         per_attention=1e-9,
+        experts=0.03,
+        expert_tokens=12.0,
     )
     memory = step_time(state.fleet, 0, 4.0, 10_000.0, 0.0, 0.0)
-    assert memory == pytest.approx(0.001 + 4e-5 + 0.01 + 1e-3)
+    assert memory == pytest.approx(0.001 + 4e-5 + 0.03 * 4 / 16 + 0.01 + 1e-3)
     compute = step_time(state.fleet, 0, 4.0, 0.0, 500.0, 200.0)
-    assert compute == pytest.approx(0.001 + 4e-5 + 1e-4 * 504 + 1e-9 * 500 * 450)
+    touched = 0.03 * 504 / 516
+    assert compute == pytest.approx(0.001 + 4e-5 + touched + 1e-4 * 504 + 1e-9 * 500 * 450)
 
 
 def test_prefill_is_cut_into_chunks():

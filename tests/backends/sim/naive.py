@@ -155,7 +155,10 @@ class Engine:
         pairs = sum(new * (j.done + new / 2) for j, new in self.work.items())
         memory = p.weights + p.per_context * context
         compute = p.per_token * (len(decoding) + tokens) + p.per_attention * pairs
-        self.ends = now + p.overhead + p.per_sequence * len(decoding) + max(memory, compute)
+        work = len(decoding) + tokens
+        touched = p.experts * work / (work + p.expert_tokens)
+        self.ends = now + p.overhead + p.per_sequence * len(decoding) + touched
+        self.ends += max(memory, compute)
 
     def finish_step(self):
         """End the running step; returns jobs that move on to another engine."""

@@ -79,6 +79,8 @@ def scenario(seed, *, prefixes, tight, aborts, deaths, split):
             per_context=rng.choice([1e-7, 5e-6]),
             per_token=rng.choice([2e-5, 4e-4]),
             per_attention=rng.choice([0.0, 1e-7]),
+            experts=rng.choice([0.0, 0.02]),
+            expert_tokens=rng.choice([0.5, 40.0]),
             chunk=int(rng.choice([64, 256, 512])),
             max_seqs=int(rng.choice([2, 5, 24])),
             kv_capacity=float(rng.integers(1650, 1900)) if tight else 100_000.0,
