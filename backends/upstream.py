@@ -1,8 +1,8 @@
 """The client side of the token path: one pool of keep-alive connections per replica.
 
 Written for a stream of small reads: a received block costs one parser call, one call of the sink
-and nothing else. There is no task, queue, generator or timeout object per token, and one timer per
-request, which is armed again only when it fires.
+and nothing else; in full flow not even the parser's (`Express`). There is no task, queue, generator
+or timeout object per token, and one timer per request, which is armed again only when it fires.
 
 An exchange is one request and its answer:
 
@@ -22,7 +22,7 @@ import asyncio
 import ssl as tls
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self, cast
 from urllib.parse import urlsplit
@@ -68,24 +68,49 @@ class Sink(Protocol):
         """
 
 
+class Express(Protocol):
+    """Takes received blocks as they are, chunk framing included, before any parser sees them.
+
+    Set by the sink as `Exchange.express` once it may. Asked only where a chunk begins, for as long
+    as it takes what it is given.
+    """
+
+    @property
+    def last_at(self) -> float | None:
+        """When progress came last, if any has come."""
+
+    def take(self, block: bytes) -> bool:
+        """Take one whole chunk that is progress; False, and nothing done, for anything else."""
+
+
+EVENT_CHUNK_END = b"\n\n\r\n"
+"""How a chunk ends that ends with an event. No line of framing ends so."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
     """Limits of one exchange in seconds; None is no limit.
 
     `first_token` counts from the send to the first progress, `between_tokens` from one progress to
-    the next, `total` from the send.
+    the next, `total` from the send. `shortest` is the shortest of them.
     """
 
     connect: float | None = 2.0  # a replica in the same network answers within milliseconds
     first_token: float | None = 120.0  # the longest prompts of a laptop fleet
     between_tokens: float | None = 60.0  # an engine that preempts may pause for long
     total: float | None = 900.0  # the longest answers, at a slow pace
+    shortest: float | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        shortest = None
         for name in ("connect", "first_token", "between_tokens", "total"):
             limit = getattr(self, name)
-            if limit is not None and not limit > 0:
+            if limit is None:
+                continue
+            if not limit > 0:
                 raise ValueError(f"timeout {name} must be above 0 seconds, not {limit}")
+            shortest = limit if shortest is None else min(shortest, limit)
+        object.__setattr__(self, "shortest", shortest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,6 +301,7 @@ class Exchange:
         "_timeouts",
         "_timer",
         "dialling",
+        "express",
         "loop",
         "over",
     )
@@ -296,14 +322,16 @@ class Exchange:
         self._reused = False
         self._started = False
         self._clock = pool.clock
-        self._sent_at = self._dialled_at = pool.clock()
+        self._sent_at = self._dialled_at = self._clock()
         self._progress_at: float | None = None
         self._paused_at: float | None = None
         self.loop = loop
         self.dialling: asyncio.Task[None] | None = None
+        self.express: Express | None = None
         self.over = False
         self._timer: asyncio.TimerHandle | None = None
-        self._arm(self._sent_at)
+        if timeouts.shortest is not None:
+            self._timer = loop.call_later(timeouts.shortest, self._expire)
 
     def abort(self) -> None:
         """Close the upstream connection at once; no callback follows. Harmless when over."""
@@ -320,7 +348,7 @@ class Exchange:
     def resume(self) -> None:
         """Read on after `pause`."""
         if not self.over and self._paused_at is not None:
-            if self._progress_at is not None:
+            if self._last_progress() is not None:
                 self._progress_at = self._clock()  # the pause was not the engine's
             self._paused_at = None
             if self._connection is not None:
@@ -358,6 +386,8 @@ class Exchange:
                 self._progress_at = now
             if self.over:
                 return
+            if self.express is not None and reader.chunk_ended and data.endswith(EVENT_CHUNK_END):
+                connection.express = self.express.take
         if reader.complete:
             self._finish(keep=True)
             self._sink.on_end()
@@ -389,6 +419,7 @@ class Exchange:
 
     def _finish(self, *, keep: bool) -> None:
         self.over = True
+        self.express = None
         self._message = b""
         if self._timer is not None:
             self._timer.cancel()
@@ -425,12 +456,19 @@ class Exchange:
         if self._paused_at is not None:
             if limits.between_tokens is not None:
                 waits.append((self._paused_at + limits.between_tokens, "between_tokens"))
-        elif self._progress_at is not None:
+        elif (progress := self._last_progress()) is not None:
             if limits.between_tokens is not None:
-                waits.append((self._progress_at + limits.between_tokens, "between_tokens"))
+                waits.append((progress + limits.between_tokens, "between_tokens"))
         elif limits.first_token is not None:
             waits.append((self._sent_at + limits.first_token, "first_token"))
         return min(waits) if waits else None
+
+    def _last_progress(self) -> float | None:
+        """When the clock between tokens was last started, None before the first token."""
+        express = None if self.express is None else self.express.last_at
+        if express is None or self._progress_at is None:
+            return self._progress_at
+        return max(express, self._progress_at)
 
     def _expire(self) -> None:
         """The timer fired; most often the stream has moved on and it is only armed again."""
@@ -454,13 +492,24 @@ class Exchange:
 
 
 class _Connection(asyncio.Protocol):
-    """One socket to the engine; carries one exchange at a time."""
+    """One socket to the engine; carries one exchange at a time. `express` is asked first."""
+
+    __slots__ = (
+        "_exchange",
+        "_paused",
+        "_pool",
+        "_transport",
+        "express",
+        "idle_since",
+        "reader",
+    )
 
     def __init__(self, pool: UpstreamPool) -> None:
         self._pool = pool
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
         self._paused = False
+        self.express: Callable[[bytes], bool] | None = None
         self.reader = ResponseReader(pool.limits.max_head_bytes)
         self.idle_since = 0.0
 
@@ -486,7 +535,7 @@ class _Connection(asyncio.Protocol):
 
     def drop(self, *, keep: bool) -> None:
         """The exchange is over: keep the connection if its answer was whole, else close it."""
-        self._exchange = None
+        self._exchange = self.express = None
         if keep and self.reader.reusable and self._all_sent():
             self.resume()
             self._pool.release(self)
@@ -523,6 +572,11 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the engine; without a request they are nobody's, and the socket is closed."""
+        express = self.express
+        if express is not None:
+            if express(data):
+                return
+            self.express = None
         exchange = self._exchange
         if exchange is None:
             self.close()
@@ -535,7 +589,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The socket is gone."""
-        self._transport = None
+        self._transport = self.express = None
         self._pool.lost(self)
         exchange, self._exchange = self._exchange, None
         if exchange is not None:

@@ -156,6 +156,11 @@ class AsgiReply:
         """Whether the reply is over or its client gone."""
         return self._over
 
+    @property
+    def framed(self) -> None:
+        """The server around the app does the framing."""
+        return None
+
     def start(self, status: int, headers: bytes, length: int | None) -> None:
         """Set status and headers."""
         pairs = [

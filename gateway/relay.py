@@ -16,8 +16,8 @@ SSE error event and the connection is closed; text is never sent twice. Keep-ali
 have opened the stream earlier; they carry no content and change none of this, except that a
 refusal then comes as an error event too.
 
-Nothing here runs per token but `Attempt.on_data`: a byte scan and a write. Who wants the count of
-tokens asks for it (`Relay.tokens`).
+Nothing here runs per token but `Flow.take` (`Attempt.on_data` for what is no plain token): a byte
+scan and a write. Who wants the count of tokens asks for it (`Relay.tokens`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import msgspec
 
 from backends.upstream import Exchange, Timeouts, UpstreamPool
 from backends.wire.answer import AnswerMeter
-from backends.wire.http import Headers, header_line
+from backends.wire.http import CHUNK_HEADS, Headers, header_line
 from backends.wire.openai import RequestFacts, RequestParser, Salt, Surface, splice
 from backends.wire.sse import StreamMeter
 from domain.errors import (
@@ -82,6 +82,12 @@ class Reply(Protocol):
     @property
     def closed(self) -> bool:
         """Whether the reply is over or its client gone."""
+
+    @property
+    def framed(self) -> Callable[[bytes], None] | None:
+        """Takes whole HTTP chunks as they are on the wire, in place of `write`, until the reply is
+        over; None where the body is not chunked or has not begun.
+        """
 
     def start(self, status: int, headers: bytes, length: int | None) -> None:
         """Set status and headers (encoded lines); `length` of the body in bytes where known."""
@@ -289,6 +295,9 @@ class Relay:
 
     def tokens(self, attempt: int) -> int:
         """Content events of a running attempt so far; 0 if there is no such attempt."""
+        winner = self._winner
+        if winner is not None and winner.number == attempt and not self.over:
+            return winner.events
         for running in self._attempts:
             if running.number == attempt:
                 return running.events
@@ -390,6 +399,12 @@ class Relay:
         cause = Cause.TIMEOUT if timeout else Cause.INTERRUPTED
         self._report(attempt, cause, error, retryable=False)
 
+    def express(self, attempt: Attempt, meter: StreamMeter) -> None:
+        """The attempt's stream flows: from now on its tokens may go the short way."""
+        write = self._reply.framed
+        if write is not None and attempt.exchange is not None:
+            attempt.exchange.express = Flow(meter, write, self._plane.clock)
+
     def stalled(self) -> None:
         """The client has not read for too long: it counts as gone."""
         self._reply.abort()
@@ -453,6 +468,41 @@ class Relay:
     def _abort_all(self) -> None:
         for attempt in tuple(self._attempts):
             self._drop(attempt)
+
+
+class Flow:
+    """A stream in full flow: the short way of its plain tokens, from one socket to the other.
+
+    A block that is one whole chunk with one whole event of text is counted and goes on as it came,
+    framing included; most engines send little else.
+    """
+
+    __slots__ = ("_clock", "_meter", "_write")
+
+    def __init__(
+        self, meter: StreamMeter, write: Callable[[bytes], None], clock: Callable[[], float]
+    ) -> None:
+        self._meter = meter
+        self._write = write
+        self._clock = clock
+
+    @property
+    def last_at(self) -> float | None:
+        """When the last token came."""
+        return self._meter.last_at
+
+    def take(self, block: bytes) -> bool:
+        """Pass on one plain token; False, and nothing done, for anything else."""
+        size = len(block)
+        if (
+            size < len(CHUNK_HEADS)
+            and block.startswith(CHUNK_HEADS[size])
+            and block.endswith(b"\r\n")
+            and self._meter.single(block, size - 4, self._clock())
+        ):
+            self._write(block)
+            return True
+        return False
 
 
 class Attempt:
@@ -598,14 +648,15 @@ class Attempt:
             said = _engine_message(meter.error)
             self._give_up(BackendUnavailable("the engine sent an error", said=said))
         elif meter.events or meter.complete or len(self._pending) > HELD_EVENTS:
-            self._flush()
+            self._flush(meter)
 
-    def _flush(self) -> None:
+    def _flush(self, meter: StreamMeter) -> None:
         if self._relay.commit(self, 200, SSE_HEADERS + self._reply_headers, None):
             self._writing = True
             pending, self._pending = self._pending, b""
             if pending:
                 self._write(pending)
+            self._relay.express(self, meter)
 
     def _end_stream(self, meter: StreamMeter) -> None:
         out = meter.finish(self._relay.now())
@@ -617,7 +668,7 @@ class Attempt:
                 if out:
                     self._write(out)
             else:
-                self._flush()
+                self._flush(meter)
             self._relay.finished(self, Cause.FINISHED)
         elif meter.error is not None:
             said = _engine_message(meter.error)

@@ -109,6 +109,11 @@ class WireReply:
         self.listener: ReplyListener | None = None
         self.closed = False
 
+    @property
+    def framed(self) -> Callable[[bytes], None] | None:
+        """The transport's own write while chunks flow."""
+        return self._send if self._flowing and not self.closed else None
+
     def start(self, status: int, headers: bytes, length: int | None) -> None:
         """Set status and headers; they leave with the first bytes of the body."""
         if self.closed:

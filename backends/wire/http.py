@@ -14,7 +14,7 @@ Anything else is a `BackendProtocolError`. Theory: RFC 9112, sections 6 and 9.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import httptools
 
@@ -25,6 +25,21 @@ Headers = list[tuple[bytes, bytes]]
 
 MAX_INFORMATIONAL = 8
 """Interim (1xx) responses taken before the real one; a server that sends more is broken."""
+
+
+def _chunk_heads(limit: int) -> tuple[bytes, ...]:
+    heads = [b"\n"] * limit  # no chunk begins with a line feed
+    for size in range(1, limit):
+        head = b"%x\r\n" % size
+        whole = len(head) + size + 2
+        if whole < limit:
+            heads[whole] = head
+    return tuple(heads)
+
+
+CHUNK_HEADS: Final = _chunk_heads(4096)
+"""By the length of a block of bytes: what it begins with if it is one whole chunk, its size spelled
+the common way, in lower-case digits without zeros before them or extensions after them."""
 
 
 class ResponseHead(NamedTuple):
@@ -39,6 +54,7 @@ class ResponseReader:
 
     `head` is None until the head is complete; `complete` turns true with the last byte of the body;
     `reusable` then says whether the connection may carry another request, after `reset`.
+    `chunk_ended`: the last bytes of the body that came were the end of a chunk.
     """
 
     __slots__ = (
@@ -53,6 +69,7 @@ class ResponseReader:
         "_more",
         "_parser",
         "_until_close",
+        "chunk_ended",
         "complete",
         "head",
     )
@@ -75,6 +92,7 @@ class ResponseReader:
         self._keep_alive = False
         self.head: ResponseHead | None = None
         self.complete = False
+        self.chunk_ended = False
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes of the connection; return the body bytes among them, chunk framing removed.
@@ -147,6 +165,7 @@ class ResponseReader:
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
+        self.chunk_ended = False
         if not self._body:
             if not self.complete:
                 self._body = body
@@ -154,6 +173,10 @@ class ResponseReader:
             self._more.append(body)
         elif not self.complete:
             self._more = [self._body, body]
+
+    def on_chunk_complete(self) -> None:
+        """The line break after a chunk."""
+        self.chunk_ended = True
 
     def on_message_complete(self) -> None:
         """The end of the answer, or of an interim response before it."""

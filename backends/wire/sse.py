@@ -24,6 +24,8 @@ from domain.outcome import Usage
 MAX_EVENT = 4 << 20
 """Bytes of one event held back until it is whole; more is a broken engine."""
 
+QUOTE = ord(b'"')
+
 _BLANK_LINE = re.compile(rb"\n\r?\n|\r\r")
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _FINISH = re.compile(rb'"finish_reason"\s*:\s*"')
@@ -132,6 +134,21 @@ class StreamMeter:
                 self.last_at = now
                 return data
         return self._scan(data, now)
+
+    def single(self, data: bytes, end: int, now: float) -> bool:
+        """Whether `data`, which came at `now`, holds one event and nothing but text that can go on
+        as it is; its blank line stands at `end`. Counted if so. What stands around the event (the
+        framing of its chunk) must hold no blank line.
+        """
+        needle = self._needle
+        if needle is None or self._tail or data.find(b"\n\n") != end or b'"usage"' in data:
+            return False
+        at = data.find(needle)
+        if at < 0 or data[at + len(needle)] == QUOTE:
+            return False
+        self.events += 1
+        self.last_at = now
+        return True
 
     def finish(self, now: float) -> bytes:
         """The answer ended cleanly; return what was held back."""

@@ -75,6 +75,8 @@ class FakePool:
 class FakeReply:
     """Collects the reply."""
 
+    framed = None
+
     def __init__(self):
         self.closed = False
         self.head = None
