@@ -6,13 +6,14 @@ An event log is a list of these values; fed to a fresh core it gives the same ac
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import NamedTuple
 
 from domain.fleet import FleetSpec
 from domain.outcome import Cause, Outcome, Prediction, Usage
 from domain.request import InferenceRequest, SloClass, Tenant
+from domain.values import dataclass
 
 
 class Reason(StrEnum):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
 from domain.request import InferenceRequest
+from domain.values import dataclass
 
 
 class Cause(StrEnum):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from domain.units import Probability, Seconds, SecondsPerToken
+from domain.values import dataclass
 
 AUTO = "auto"
 """Model name that stands for every variant the tenant may use."""

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from domain.events import Reason
 from domain.request import Quota, QuotaUsage, Tenant
+from domain.values import dataclass
 
 STEP = 1.0
 """Backward clock steps up to this many seconds are taken for jitter."""
@@ -508,16 +508,18 @@ class Account:
         path = self._paths.get((key, model))
         meters, _ = path if path is not None else self._path(key, model)
         bucket, window = None, None
+        level = 0.0
         for meter in meters:
             own, requests = meter.bucket, meter.requests
-            if own is not None and (bucket is None or own.level_at(now) < bucket.level_at(now)):
-                bucket = own
+            if own is not None:
+                left_here = own.level_at(now)
+                if bucket is None or left_here < level:
+                    bucket, level = own, left_here
             if requests is not None:
                 left = requests.limit - requests.advance(now)
                 if window is None or left < window.limit - window.total:
                     window = requests
         rate = bucket.rate if bucket is not None else 0.0
-        level = bucket.level_at(now) if bucket is not None else 0.0
         return Standing(
             limit_requests=window.limit if window else None,
             remaining_requests=max(window.limit - window.total, 0) if window else None,
