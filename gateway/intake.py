@@ -30,7 +30,7 @@ PACED = frozenset((*TTFT, *TPOT))
 ASKED = frozenset((*TTFT, *TPOT, *E2E, *QUALITY, *CLASS))
 """Headers by which a request asks for anything of its own."""
 SESSION = b"x-session-id"
-PASSED_ON = (b"traceparent", b"tracestate")
+PASSED_ON = frozenset((b"traceparent", b"tracestate"))
 
 BLOCK_BYTES = 4 * BLOCK_TOKENS
 """Prompt bytes that one prefix block covers, at four bytes a token."""

@@ -225,6 +225,8 @@ class Shell:
         self._last = clock()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
+        self._reopens = float("inf")
+        """When a breaker that is open lets the next request in."""
         self._empty = asyncio.Event()
         self._empty.set()
         self.draining = False
@@ -497,16 +499,16 @@ class Shell:
         self._arm()
 
     def _handle(self, event: Event) -> None:
-        kind = type(event)
-        if kind in _DECIDES and event.at - self._looked_at > FRESH:
+        labels = _DECIDES.get(type(event))
+        if labels is not None and event.at - self._looked_at > FRESH:
             self._look(event.at)
         began = self._clock()
         actions = self._core.handle(event)
         took = self._clock() - began
         if self._event_log is not None:
             self._event_log.append(event, actions)
-        if kind in _DECIDES:
-            self._metrics.decision.observe((kind.__name__,), took)
+        if labels is not None:
+            self._metrics.decision.observe(labels, took)
             if took > self._late:
                 self._inbox.append(ScorerLate(self._at(self._clock()), took))
         for action in actions:
@@ -549,8 +551,9 @@ class Shell:
         pending.send, pending.candidates = send, send.candidates
         seat = self._seats[send.replica]
         seat.running += 1
-        seat.breaker.sent()
-        self._check(send.replica)
+        if seat.breaker.state is not State.CLOSED:
+            seat.breaker.sent()
+            self._check(send.replica)
         self._metrics.sent.add((seat.name,))
         relay = pending.relay
         relay.start(
@@ -629,8 +632,10 @@ class Shell:
         pending.send = None
         seat = self._seats[send.replica]
         seat.running -= 1
+        state = seat.breaker.state
         seat.breaker.ended(verdict, self._clock())
-        self._check(send.replica)
+        if seat.breaker.state is not state:
+            self._check(send.replica)
         if verdict is Result.GENERATED:
             self._blame(pending.doubted)
             pending.doubted = []
@@ -660,6 +665,8 @@ class Shell:
 
     def _check(self, replica: int) -> None:
         """Tell the core when a replica has become usable or unusable."""
+        opening = [s.breaker.opens_until for s in self._seats]
+        self._reopens = min((at for at in opening if at is not None), default=float("inf"))
         seat = self._seats[replica]
         usable = seat.usable
         if usable != seat.told_usable:
@@ -677,10 +684,7 @@ class Shell:
     def _arm(self) -> None:
         """Have the timer fire when the core or a breaker wants it."""
         wake = self._core.wake_at
-        at = float("inf") if wake is None else wake
-        for seat in self._seats:
-            if seat.breaker.opens_until is not None:
-                at = min(at, seat.breaker.opens_until)
+        at = self._reopens if wake is None else min(wake, self._reopens)
         if at >= self._timer_at and self._timer is not None:
             return
         if self._timer is not None:
@@ -761,7 +765,10 @@ class Shell:
         ]
 
 
-_DECIDES = frozenset({Arrived, AttemptEnded, ClientGone, FirstToken, Tick})
+_DECIDES = {
+    kind: (kind.__name__,) for kind in (Arrived, AttemptEnded, ClientGone, FirstToken, Tick)
+}
+"""Events at which something is decided, with the label under which their time is counted."""
 
 
 def _pending(relay: Relay) -> Pending:
@@ -804,6 +811,7 @@ def _prediction_headers(send: Send, relay: Relay) -> bytes:
 
 def _passed_on(relay: Relay) -> bytes:
     """Trace headers of the client, for the engine."""
-    return b"".join(
-        b"%b: %b\r\n" % (name, value) for name, value in relay.request.headers if name in PASSED_ON
-    )
+    headers = relay.request.headers
+    if PASSED_ON.isdisjoint([name for name, _ in headers]):
+        return b""
+    return b"".join(b"%b: %b\r\n" % (name, value) for name, value in headers if name in PASSED_ON)

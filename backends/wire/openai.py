@@ -25,6 +25,7 @@ from backends.wire.sse import (
     ContentPattern,
 )
 from domain.errors import MalformedBody
+from domain.native import compiled
 
 MAX_CHOICES: Final = 128
 MAX_MODEL_NAME: Final = 256
@@ -198,6 +199,8 @@ class RequestParser:
 
     def __init__(self) -> None:
         self._spans = new_spans()
+        nothing = np.frombuffer(b"{}", np.uint8)
+        self._scan_object = compiled(scan_object, nothing, 0, 0, self._spans)
 
     def parse(self, surface: Surface, body: bytes) -> RequestFacts:
         """Facts of `body` as a request to `surface`.
@@ -252,7 +255,7 @@ class RequestParser:
         return fields
 
     def _scan(self, body: bytes, start: int, end: int) -> list[list[int]]:
-        count = scan_object(np.frombuffer(body, np.uint8), start, end, self._spans)
+        count = self._scan_object(np.frombuffer(body, np.uint8), start, end, self._spans)
         if count == TOO_MANY_FIELDS:
             raise MalformedBody(f"request body has more than {MAX_FIELDS} fields")
         if count == NOT_AN_OBJECT:
