@@ -765,7 +765,7 @@ class Shell:
         ]
 
 
-_DECIDES = {
+_DECIDES: Mapping[type[Event], tuple[str]] = {
     kind: (kind.__name__,) for kind in (Arrived, AttemptEnded, ClientGone, FirstToken, Tick)
 }
 """Events at which something is decided, with the label under which their time is counted."""

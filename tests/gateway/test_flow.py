@@ -50,6 +50,9 @@ class Wire:
     def abort(self):
         self.aborted = True
 
+    def close(self):
+        self.aborted = True
+
     def is_closing(self):
         return self.aborted
 
