@@ -181,6 +181,16 @@ class PolicyChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class TrialChanged:
+    """Another policy is tried beside the active one, in shadow or as a canary: the plan as JSON
+    (`policies.config.TrialConfig`); empty: nothing is tried any more.
+    """
+
+    at: float
+    plan: str
+
+
+@dataclass(frozen=True, slots=True)
 class ScorerLate:
     """The shell measured a decision beyond its budget; the default policy decides for a while."""
 
@@ -219,6 +229,7 @@ Event = (
     | Draining
     | ForeignLoad
     | PolicyChanged
+    | TrialChanged
 )
 
 # ---- actions
@@ -279,6 +290,8 @@ class Send:
     version: str
     prediction: Prediction
     candidates: tuple[Candidate, ...] = ()
+    shadow: Candidate | None = None
+    """What a policy in shadow would have done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,4 +334,13 @@ class Settle:
     cost: float | None = None
 
 
-Action = Commit | Send | Hold | Shed | Abort | Settle
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """The trial of that name has ended by itself: the active policy decides for everybody again."""
+
+    trial: str
+    reason: str
+    detail: str
+
+
+Action = Commit | Send | Hold | Shed | Abort | Settle | RolledBack

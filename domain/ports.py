@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from domain.columns import (
     Draws,
     EstimateColumns,
     FleetColumns,
+    Floats,
     Mask,
     Params,
     RequestColumns,
@@ -30,6 +31,27 @@ Kernel = Callable[
 Writes `out.route` (n, c), higher is better, only where the mask is set. `draws` is (n, c), uniform
 in [0, 1): the only source of chance. No input is changed.
 """
+
+
+class Lesson(NamedTuple):
+    """What a settled request teaches a scorer.
+
+    `rank` is its class's, `met` whether its limits were met, None where that says nothing;
+    `quality` the chance that the answer was good enough. `traits` (D,) are those of the chosen
+    route (`policies.traits`), None if it was never sent.
+    """
+
+    rank: int
+    met: bool | None
+    quality: float
+    traits: Floats | None
+
+
+class OnlineLearner(Protocol):
+    """Learns from what became of requests, whoever decided them; returns the new parameters."""
+
+    def learn(self, lesson: Lesson) -> Params:
+        """Take one lesson in; writes the scorer's own parameters, which it returns."""
 
 
 class Scorer(Protocol):
@@ -68,12 +90,15 @@ class Scorer(Protocol):
     def kernel(self) -> Kernel:
         """The compiled function."""
 
+    @property
+    def learner(self) -> OnlineLearner | None:
+        """What changes `params` while the scorer serves; None: nothing does."""
+        ...
 
-class OnlineLearner(Protocol):
-    """A scorer that learns from outcomes; returns its new parameters."""
-
-    def learn(self, outcome: Outcome) -> Params:
-        """Take one outcome in and give the new parameters."""
+    @property
+    def envelope(self) -> Floats | None:
+        """Lowest and highest traits (2, D) that a learned scorer was fitted on; None: a rule."""
+        ...
 
 
 class Estimator(Protocol):

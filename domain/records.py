@@ -21,6 +21,7 @@ def decision_record(
     routes: tuple[str, ...],
     wall_offset: float,
     feature_schema: str = "",
+    shadow: Candidate | None = None,
 ) -> dict[str, Any]:
     """The JSON object of one decision-log line.
 
@@ -69,6 +70,9 @@ def decision_record(
             }
             for c in candidates
         ],
+        "shadow": None
+        if shadow is None
+        else {"route": routes[shadow.route], "p_slo": shadow.p_slo, "score": shadow.score},
         "predicted": None
         if prediction is None
         else {

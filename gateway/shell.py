@@ -47,15 +47,17 @@ from domain.events import (
     Progress,
     Reading,
     Reason,
+    RolledBack,
     ScorerLate,
     Send,
     Settle,
     Shed,
     Tick,
+    TrialChanged,
 )
 from domain.fleet import FleetSpec
 from domain.outcome import Cause, Outcome, Usage, UsageSource
-from domain.ports import Store
+from domain.ports import Scorer, Store
 from domain.records import decision_record
 from domain.request import InferenceRequest, QuotaUsage, Tenant
 from gateway.decision_log import DecisionLog, Record
@@ -67,6 +69,7 @@ from gateway.metrics import Gauge, Metrics
 from gateway.relay import AttemptReport, Relay
 from gateway.store.memory import MemoryStore
 from policies.bucket import Account
+from policies.rollout import GuardTally, Trial, TrialStatus, status_of
 from predictors.features import SCHEMA_HASH
 
 FRESH = 0.02
@@ -110,6 +113,18 @@ class Core(Protocol):
 
     def account(self, tenant: str) -> Account | None:
         """A tenant's quotas, to look at."""
+
+    @property
+    def scorer(self) -> Scorer:
+        """The policy in force."""
+
+    @property
+    def trial(self) -> Trial | None:
+        """What is tried beside it."""
+
+    @property
+    def guarded(self) -> GuardTally | None:
+        """Requests that the default policy decided for a learned one."""
 
 
 LearnTokens = Callable[[str, int, float], None]
@@ -161,6 +176,7 @@ class Pending:
     relay: Relay
     send: Send | None = None
     candidates: tuple[Candidate, ...] = ()
+    shadow: Candidate | None = None
     error: BackendError | None = None
     held: bool = False
     doubted: list[int] = field(default_factory=list)
@@ -217,7 +233,11 @@ class Shell:
             Shed: self._refuse,
             Abort: self._abort,
             Settle: self._settle,
+            RolledBack: self._rolled_back,
         }
+        self.rolled_back: Callable[[RolledBack], None] = _say_rolled_back
+        """What is done when a trial has ended by itself; replaced by whoever keeps the registry."""
+        self.rollbacks = 0
         self._inbox: deque[Event] = deque()
         self._busy = False
         self._open: dict[str, Pending] = {}
@@ -440,6 +460,29 @@ class Shell:
         for i in range(len(self._seats)):
             self._check(i)
 
+    def change_policy(self, policy: str) -> None:
+        """Let another policy, as JSON, decide from now on; its kernels have been warmed."""
+        self._feed(PolicyChanged(self._at(self._clock()), policy))
+
+    def change_trial(self, plan: str) -> None:
+        """Try another policy beside the active one, as JSON; empty: none any more."""
+        self._feed(TrialChanged(self._at(self._clock()), plan))
+
+    @property
+    def trial(self) -> TrialStatus | None:
+        """How what is tried beside the active policy stands."""
+        trial = self._core.trial
+        return None if trial is None else status_of(trial)
+
+    @property
+    def policy(self) -> tuple[str, str]:
+        """Name and version of the policy in force."""
+        return self._core.scorer.name, self._core.scorer.version
+
+    def _rolled_back(self, action: RolledBack) -> None:
+        self.rollbacks += 1
+        self.rolled_back(action)
+
     def _take_fleet(self, fleet: FleetSpec, routes: tuple[str, ...]) -> None:
         """Names and headers of a fleet."""
         self._fleet, self._routes = fleet, routes
@@ -548,7 +591,7 @@ class Shell:
 
     def _send(self, send: Send) -> None:
         pending = self._open[send.id]
-        pending.send, pending.candidates = send, send.candidates
+        pending.send, pending.candidates, pending.shadow = send, send.candidates, send.shadow
         seat = self._seats[send.replica]
         seat.running += 1
         if seat.breaker.state is not State.CLOSED:
@@ -610,11 +653,13 @@ class Shell:
         if outcome.usage.source is UsageSource.ENGINE and replica is not None:
             model = self._variant_of[replica].model
             self._learn_tokens(model, outcome.request.prompt_chars, outcome.usage.prompt)
-        self._log.append(lambda: self._record(outcome, pending.candidates))
+        self._log.append(lambda: self._record(outcome, pending.candidates, pending.shadow))
         if not self._open:
             self._empty.set()
 
-    def _record(self, outcome: Outcome, candidates: tuple[Candidate, ...]) -> Record:
+    def _record(
+        self, outcome: Outcome, candidates: tuple[Candidate, ...], shadow: Candidate | None
+    ) -> Record:
         return decision_record(
             outcome,
             candidates,
@@ -623,6 +668,7 @@ class Shell:
             routes=self._routes,
             wall_offset=self._wall_offset,
             feature_schema=SCHEMA_HASH if outcome.request.features else "",
+            shadow=shadow,
         )
 
     # ---- replicas
@@ -756,6 +802,7 @@ class Shell:
                 lambda: [((), float(self._degraded))],
                 max,
             ),
+            *self._trial_gauges(),
             Gauge(
                 "sluice_log_dropped",
                 "Decision-log lines lost.",
@@ -763,6 +810,70 @@ class Shell:
                 lambda: [((), self._log.dropped)],
             ),
         ]
+
+    def _trial_gauges(self) -> list[Gauge]:
+        """A trial as it stands; nothing while there is none."""
+
+        def sides() -> Iterator[tuple[tuple[str, str], float]]:
+            trial = self.trial
+            if trial is not None:
+                yield ("candidate", "met"), trial.candidate_met
+                yield ("candidate", "missed"), trial.candidate - trial.candidate_met
+                yield ("control", "met"), trial.control_met
+                yield ("control", "missed"), trial.control - trial.control_met
+
+        def decisions() -> Iterator[tuple[tuple[str], float]]:
+            trial = self.trial
+            if trial is not None:
+                yield ("all",), trial.decisions
+                yield ("same",), trial.same
+                yield ("faults",), trial.faults
+                yield ("shifted",), trial.shifted
+                yield ("late",), trial.late
+
+        def evidence() -> Iterator[tuple[tuple[()], float]]:
+            trial = self.trial
+            if trial is not None:
+                yield (), trial.evidence
+
+        def guarded() -> Iterator[tuple[tuple[str], float]]:
+            tally = self._core.guarded
+            if tally is not None:
+                yield ("shifted",), tally.shifted
+                yield ("faults",), tally.faults
+
+        return [
+            Gauge(
+                "sluice_trial_requests",
+                "Settled requests of candidate and control.",
+                ("side", "limits"),
+                sides,
+            ),
+            Gauge("sluice_trial_decisions", "Decisions of the candidate.", ("what",), decisions),
+            Gauge(
+                "sluice_trial_evidence",
+                "Evidence that the candidate is worse; rolled back at 1 / alpha.",
+                (),
+                evidence,
+                max,
+            ),
+            Gauge(
+                "sluice_guarded_decisions",
+                "Requests the default policy decided for a learned one.",
+                ("why",),
+                guarded,
+            ),
+            Gauge(
+                "sluice_rollbacks",
+                "Trials that ended by themselves.",
+                (),
+                lambda: [((), self.rollbacks)],
+            ),
+        ]
+
+
+def _say_rolled_back(action: RolledBack) -> None:
+    _log.error("trial %s rolled back (%s): %s", action.trial, action.reason, action.detail)
 
 
 _DECIDES: Mapping[type[Event], tuple[str]] = {

@@ -30,6 +30,7 @@ from policies import kernels
 from policies.fleet_state import FleetState
 from policies.ledger import Entry
 from policies.options import CoreOptions
+from policies.rollout import Oversight, Resolved, Trial
 
 
 class _Block:
@@ -106,6 +107,7 @@ class Choice:
     prediction: Prediction
     candidates: tuple[Candidate, ...]
     wait_until: float | None = None
+    shadow: Candidate | None = None
 
 
 class Chooser:
@@ -129,6 +131,8 @@ class Chooser:
         columns, routes = state.columns, state.routes
         self._policy = _Policy(scorer, columns, routes)
         self._fallback = _Policy(fallback, columns, routes)
+        self.oversight: Oversight | None = None
+        self._oversee(None)
         b = _Block(1, 1)
         row, mask, ids = np.zeros(1), np.zeros(1, np.bool_), np.zeros(1, np.int64)
         self._room = compiled(
@@ -177,6 +181,28 @@ class Chooser:
             self._leading = np.zeros((max(options.candidates, 1), 6))
         self._options = options
         self._policy = _Policy(scorer, self._state.columns, self._state.routes)
+        self._oversee(self.trial)
+
+    @property
+    def trial(self) -> Trial | None:
+        """What is tried beside the policy in force."""
+        return None if self.oversight is None else self.oversight.trial
+
+    def attempt(self, trial: Trial | None) -> None:
+        """Try another policy beside the one in force, or none any more."""
+        self._oversee(trial)
+
+    def _oversee(self, trial: Trial | None) -> None:
+        """There is oversight only where there is something to oversee."""
+        if trial is None and self._policy.scorer.envelope is None:
+            self.oversight = None
+            return
+        columns, routes = self._state.columns, self._state.routes
+        candidate = None if trial is None else _Policy(trial.scorer, columns, routes)
+        block = _Block(1, 1)
+        self.oversight = Oversight(
+            self._policy, self._fallback, candidate, trial, block, columns, routes
+        )
 
     def rebind(self) -> None:
         """The fleet changed: its routes have other columns."""
@@ -210,30 +236,43 @@ class Chooser:
             and block.cached
             and self._widened(block, entries, now, may_wait=may_wait)
         )
-        policy = self._policy if now >= self._late_until else self._fallback
-        scorer = policy.scorer
+        own = self._policy if now >= self._late_until else self._fallback
+        policy: Resolved = own
+        scorer = own.scorer
+        oversight = self.oversight
         explore = options.explore > 0.0
-        whole = scorer.needs_estimates or options.shed_below > 0.0 or explore
+        whole = (
+            scorer.needs_estimates or options.shed_below > 0.0 or explore or oversight is not None
+        )
         people = [entry.request for entry in entries]
         if whole:
             self._estimator.fill(requests, fleet, routes, room, now, estimates, people)
         self._counter += 1
-        if scorer.random:
+        if scorer.random or (oversight is not None and oversight.random):
             self._draw(options.seed, self._counter, block.draws)
         score = block.scores.route
         score.fill(-inf)
-        policy.kernel(
-            policy.params,
-            requests,
-            fleet,
-            routes,
-            estimates,
-            room,
-            block.draws,
-            now,
-            block.scores,
-        )
-        i, route = policy.pick(score, room, requests.tie)
+        shadow = None
+        if oversight is None:
+            own.kernel(
+                own.params,
+                requests,
+                fleet,
+                routes,
+                estimates,
+                room,
+                block.draws,
+                now,
+                block.scores,
+            )
+            i, route = own.pick(score, room, requests.tie)
+        else:
+            late = now < self._late_until
+            judged = oversight.decide(entries, block, fleet, routes, now, late=late)
+            i, route, shadow = judged.index, judged.route, judged.shadow
+            policy, scorer = judged.policy, judged.policy.scorer
+            options = oversight.options(people[i], options)
+            explore = options.explore > 0.0
         if i == kernels.NONE:
             return None
         wait_until = None
@@ -270,6 +309,7 @@ class Chooser:
             self._prediction(block, i, route, entries[i]),
             self._candidates(block, i, route),
             wait_until,
+            shadow,
         )
 
     def _widened(
@@ -305,7 +345,10 @@ class Chooser:
         """Whether to refuse for want of a chance: probability 1 - p / shed_below below the
         threshold.
         """
-        threshold = self._options.shed_below
+        options = self._options
+        if self.oversight is not None:
+            options = self.oversight.options(entry.request, options)
+        threshold = options.shed_below
         if choice.p_best >= threshold or not entry.slo_class.sheddable or entry.attempts > 0:
             return False
         if min(entry.limits) == inf:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from policies.names import TRAITS, Trait
+
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Weight = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
+Edge = Annotated[float, Field(allow_inf_nan=False)]
+Range = tuple[Edge, Edge]
 
 
 class _Policy(BaseModel):
@@ -42,6 +48,7 @@ class ClassicPolicy(_Policy):
         "power_of_two",
         "lmetric",
         "pools",
+        "cheapest",
     ]
 
 
@@ -103,6 +110,80 @@ class MarginalPolicy(_Policy):
     size: float = Field(default=0.0, ge=0.0, le=2.0)  # 0 counts requests, 1 counts work
 
 
+class _Learned(_Policy):
+    """A scorer fitted on data: outside what it was fitted on, the default policy decides."""
+
+    envelope: dict[Trait, Range] = {}  # lowest and highest value of each trait in the fit
+    slack: float = Field(default=0.1, ge=0.0)  # share of a range by which it may be passed
+
+    def ranges(self) -> Any:
+        """The envelope (2, D) with its slack, all open where a trait has none; None without any."""
+        if not self.envelope:
+            return None
+        low, high = np.full(len(TRAITS), -np.inf), np.full(len(TRAITS), np.inf)
+        for name, (least, most) in self.envelope.items():
+            extra = self.slack * (most - least)
+            low[TRAITS.index(name)], high[TRAITS.index(name)] = least - extra, most + extra
+        return np.stack([low, high])
+
+
+class LinearPolicy(_Learned):
+    """Weighted traits: a cloned log or an off-line fit."""
+
+    kind: Literal["linear"]
+    weights: dict[Trait, Weight] = {"p_slo": 1.0}  # the others are 0
+    within: float = Field(default=2.0, ge=0.0)  # only routes so near to the best P(SLO); 2: all
+
+
+class BanditPolicy(_Learned):
+    """A linear bandit that learns from outcomes while it serves."""
+
+    kind: Literal["bandit"]
+    mode: Literal["ucb", "thompson"] = "thompson"
+    alpha: float = Field(default=0.3, ge=0.0)  # widths that exploration adds
+    budget: Share = 0.02  # met limits that one decision may risk to learn: as `explore_within`
+    price: float = Field(default=0.0, ge=0.0)  # met limits that one unit of cost is worth
+    forgetting: float = Field(default=0.9995, gt=0.9, le=1.0)  # half of it is 1,400 requests old
+    ridge: float = Field(default=50.0, gt=0.0)  # outcomes that the start, P(SLO), weighs
+
+
+class Target(BaseModel):
+    """A promise to the classes of one rank; what is None is not promised."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int = Field(ge=0, lt=8)  # of the class, 0 is the top
+    attainment: Share | None = None  # of its requests that meet their limits
+    quality: Share | None = None  # mean chance of a good enough answer
+
+
+class PlainBase(BaseModel):
+    """A rule without parameters to stand on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["cheapest", "least_requests"]
+
+
+BasePolicy = Annotated[
+    PlainBase | BestFitPolicy | MarginalPolicy | PredictedPolicy | LinearPolicy | BanditPolicy,
+    Field(discriminator="kind"),
+]
+"""What drift-plus-penalty stands on (`policies.scorers.drift_plus_penalty.BASES`)."""
+
+
+class DriftPlusPenaltyPolicy(_Policy):
+    """Another policy's scores with a price on broken promises."""
+
+    kind: Literal["drift_plus_penalty"]
+    base: BasePolicy = BestFitPolicy()  # only its scorer counts; the core's options are here
+    targets: tuple[Target, ...] = ()
+    v: float = Field(default=10.0, gt=0.0)  # requests owed that weigh one unit of score
+    cap: float = Field(default=10.0, gt=0.0)  # requests owed at most: 5 % to spare pays in 200
+    leak: float = Field(default=0.05, gt=0.0, lt=1.0)  # lost per request once out of reach
+    rest: int = Field(default=500, ge=1)  # requests before an unreachable target is tried again
+
+
 PolicyConfig = Annotated[
     ClassicPolicy
     | BestFitPolicy
@@ -110,6 +191,28 @@ PolicyConfig = Annotated[
     | StickyPolicy
     | PredictedPolicy
     | JustEnoughPolicy
-    | MarginalPolicy,
+    | MarginalPolicy
+    | LinearPolicy
+    | BanditPolicy
+    | DriftPlusPenaltyPolicy,
     Field(discriminator="kind"),
 ]
+
+
+class TrialConfig(BaseModel):
+    """A policy that is tried beside the active one, and when that ends by itself."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    policy: PolicyConfig
+    mode: Literal["shadow", "canary"] = "shadow"
+    share: Share = 0.0  # of the tenants, by hash
+    unit: Literal["tenant", "session"] = "tenant"  # session where one tenant is all there is
+    salt: str = ""  # another one picks other tenants
+    alpha: float = Field(default=0.01, gt=0.0, lt=1.0)  # share of good candidates rolled back
+    tolerance: Share = 0.005  # attainment that a candidate may lose: noise of the tenants' mix
+    margin: Share = 0.02  # loss of attainment that a promotion wants excluded
+    late: int = Field(default=3, ge=1)  # late decisions in 1,000
+    faults: int = Field(default=3, ge=1)  # scores that are no numbers, in 1,000 decisions
+    shifted: Share = 0.5  # of the last 200 decisions, outside what it was fitted on

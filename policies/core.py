@@ -49,10 +49,11 @@ from domain.events import (
     Settle,
     Shed,
     Tick,
+    TrialChanged,
 )
 from domain.fleet import FleetSpec, ReplicaView
 from domain.outcome import Cause, Miss, Outcome, Usage, UsageSource
-from domain.ports import Estimator, Scorer
+from domain.ports import Estimator, Lesson, OnlineLearner, Scorer
 from domain.request import InferenceRequest, SloClass, Tenant
 from policies.admission import AdmissionControl, Refusal
 from policies.bucket import Account
@@ -62,6 +63,8 @@ from policies.judge import judged
 from policies.ledger import Attempt, Entry
 from policies.options import CoreOptions
 from policies.queue import WaitingRoom
+from policies.rollout import GuardTally, PlannedTrial, Trial
+from policies.traits import traits_of
 
 
 class DecisionCore:
@@ -81,6 +84,7 @@ class DecisionCore:
         midnight: float = 0.0,
         policies: Callable[[str], tuple[Scorer, CoreOptions]] | None = None,
         policy: str = "",
+        trials: Callable[[str], PlannedTrial] | None = None,
     ) -> None:
         self.options = options
         self.estimator = estimator
@@ -100,7 +104,10 @@ class DecisionCore:
         self._retries = 0.0
         self._draining = False
         self._policies = policies
+        self._trials = trials
         self._known = {policy: scorer}
+        self._learners: tuple[OnlineLearner, ...] = ()
+        self._take_learners()
         self._on: dict[type, Callable[[Any], list[Action]]] = {
             Arrived: self._arrived,
             Committed: self._committed,
@@ -116,6 +123,7 @@ class DecisionCore:
             ModelSwapped: self._nothing,
             ScorerLate: self._scorer_late,
             PolicyChanged: self._policy_changed,
+            TrialChanged: self._trial_changed,
             Tick: self._tick,
             Draining: self._drain,
         }
@@ -125,7 +133,10 @@ class DecisionCore:
     def handle(self, event: Event) -> list[Action]:
         """Take one event in and return what follows from it. Time never runs backwards here."""
         self._now = max(self._now, event.at)
-        return self._on[type(event)](event)
+        actions = self._on[type(event)](event)
+        if self._chooser.oversight is not None:
+            actions += self._verdict()
+        return actions
 
     @property
     def fleet(self) -> FleetSpec:
@@ -146,6 +157,16 @@ class DecisionCore:
     def scorer(self) -> Scorer:
         """The policy in force."""
         return self._chooser.scorer
+
+    @property
+    def trial(self) -> Trial | None:
+        """What is tried beside it."""
+        return self._chooser.trial
+
+    @property
+    def guarded(self) -> GuardTally | None:
+        """Requests that the default policy decided for a learned one; None where none is."""
+        return None if self._chooser.oversight is None else self._chooser.oversight.guarded
 
     @property
     def wake_at(self) -> float | None:
@@ -227,6 +248,7 @@ class DecisionCore:
             candidates=choice.candidates,
             policy=choice.policy,
             version=choice.version,
+            shadow=choice.shadow,
         )
         self.state.book(entry, attempt, now)
         entry.attempt = attempt
@@ -309,6 +331,7 @@ class DecisionCore:
             attempt.version,
             attempt.prediction,
             attempt.candidates,
+            attempt.shadow,
         )
 
     # ---- holding
@@ -522,6 +545,10 @@ class DecisionCore:
         )
         outcome = judged(outcome)
         self.estimator.learn(outcome)
+        if self._learners:
+            self._learn(outcome, entry)
+        if self._chooser.oversight is not None:
+            self._chooser.oversight.settled(outcome, entry.slo_class.rank)
         return Settle(request.id, request.tenant, used, entry.admission.tokens - used, outcome)
 
     # ---- the world around
@@ -578,12 +605,55 @@ class DecisionCore:
         scorer = self._known.setdefault(event.config, scorer)
         self.options = options
         self._chooser.change(scorer, options)
+        self._take_learners()
         self.queue.change(options.k_best, options.fairness, options.alpha_max)
         self.admission.gate.target = options.overload_target
         return self._release(self._now)
 
+    def _trial_changed(self, event: TrialChanged) -> list[Action]:
+        """Try another policy beside the active one, from its own beginning; or none any more."""
+        trial = None
+        if event.plan:
+            if self._trials is None:
+                raise ValueError("this core was built without a way to make trials")
+            planned = self._trials(event.plan)
+            scorer = self._known.setdefault(planned.config, planned.scorer)
+            trial = Trial(planned.plan, scorer, planned.options)
+        self._chooser.attempt(trial)
+        self._take_learners()
+        return []
+
+    def _verdict(self) -> list[Action]:
+        """End a trial that has to end; what its requests began goes on."""
+        trial = self._chooser.trial
+        why = None if trial is None else trial.verdict()
+        if trial is None or why is None:
+            return []
+        self._chooser.attempt(None)
+        self._take_learners()
+        return [trial.rolled_back(why)]
+
+    def _take_learners(self) -> None:
+        """Active policy and candidate learn from every outcome, whoever decided it."""
+        trial = self._chooser.trial
+        scorers = [self.scorer] if trial is None else [self.scorer, trial.scorer]
+        learners = [s.learner for s in scorers if s.learner is not None]
+        self._learners = tuple(dict.fromkeys(learners))
+
+    def _learn(self, outcome: Outcome, entry: Entry) -> None:
+        lesson = Lesson(
+            entry.slo_class.rank,
+            outcome.met,
+            0.0 if outcome.prediction is None else outcome.prediction.quality,
+            traits_of(outcome, self.state.columns, self.state.routes),
+        )
+        for learner in self._learners:
+            learner.learn(lesson)
+
     def _scorer_late(self, event: ScorerLate) -> list[Action]:
-        self._chooser.fall_back(event.at + self.options.late_penalty)
+        until, oversight = event.at + self.options.late_penalty, self._chooser.oversight
+        if oversight is None or not oversight.late(until):
+            self._chooser.fall_back(until)
         return []
 
     def _tick(self, _event: Tick) -> list[Action]:

@@ -16,17 +16,19 @@ from domain.events import (
     Progress,
     Reading,
     Send,
+    TrialChanged,
 )
 from domain.fleet import FleetSpec, ReplicaSpec, Variant
 from domain.outcome import Cause, Usage, UsageSource
 from domain.ports import Estimator, Scorer
 from domain.request import AUTO, InferenceRequest, Slo, SloClass, Tenant
-from policies.config import BestFitPolicy, PolicyConfig
+from policies.config import BestFitPolicy, PlainBase, PolicyConfig, TrialConfig
 from policies.core import DecisionCore
 from policies.options import CoreOptions
+from policies.rollout import PlannedTrial, TrialPlan
 
 
-def build_scorer(config: PolicyConfig) -> Scorer:
+def build_scorer(config: PolicyConfig | PlainBase) -> Scorer:
     """The scorer of that kind; imports only its module."""
     match config.kind:
         case "best_fit":
@@ -72,6 +74,44 @@ def build_scorer(config: PolicyConfig) -> Scorer:
                     size=config.size,
                 )
             )
+        case "cheapest":
+            from policies.scorers.cheapest import CHEAPEST
+
+            return CHEAPEST
+        case "linear":
+            from policies.scorers.linear import linear
+
+            weights = {str(name): weight for name, weight in config.weights.items()}
+            return linear(weights, config.within, config.ranges())
+        case "bandit":
+            from policies.scorers.bandit import bandit
+
+            return bandit(
+                config.mode,
+                alpha=config.alpha,
+                budget=config.budget,
+                price=config.price,
+                forgetting=config.forgetting,
+                ridge=config.ridge,
+                envelope=config.ranges(),
+            )
+        case "drift_plus_penalty":
+            from policies.scorers.drift_plus_penalty import VirtualQueue, drift_plus_penalty
+
+            def queues(name: str) -> dict[int, VirtualQueue]:
+                found = ((t.rank, getattr(t, name)) for t in config.targets)
+                return {
+                    rank: VirtualQueue(goal, config.cap, config.leak, config.rest)
+                    for rank, goal in found
+                    if goal is not None
+                }
+
+            return drift_plus_penalty(
+                build_scorer(config.base),
+                v=config.v,
+                attainment=queues("attainment"),
+                quality=queues("quality"),
+            )
         case kind:
             from policies.scorers import classic
 
@@ -112,6 +152,7 @@ def build_core(
         midnight=midnight,
         policies=policy_of,
         policy=config.model_dump_json(),
+        trials=trial_of,
     )
 
 
@@ -141,12 +182,24 @@ def policy_of(text: str) -> tuple[Scorer, CoreOptions]:
     return build_scorer(config), core_options(config)
 
 
-def warm(config: PolicyConfig, estimator: Estimator) -> None:
+def trial_of(text: str) -> PlannedTrial:
+    """A trial of its configuration as JSON."""
+    config = TrialConfig.model_validate_json(text)
+    return PlannedTrial(
+        plan=TrialPlan(**config.model_dump(exclude={"policy"})),
+        config=config.policy.model_dump_json(),
+        scorer=build_scorer(config.policy),
+        options=core_options(config.policy),
+    )
+
+
+def warm(config: PolicyConfig, estimator: Estimator, *, trial: bool = False) -> None:
     """Compile, or load from the cache, every kernel that a core of this kind calls; seconds when
     cold.
 
     Runs a few requests through a core and a fleet of its own (the compiled code depends on
-    neither); `estimator` should be one of its own too, since it learns from them.
+    neither); `estimator` should be one of its own too, since it learns from them. `trial`: also
+    what trying the policy beside another takes.
     """
     fleet = FleetSpec(
         replicas=(ReplicaSpec(name="a", variant="v"), ReplicaSpec(name="b", variant="v")),
@@ -159,9 +212,11 @@ def warm(config: PolicyConfig, estimator: Estimator) -> None:
         tenants=[Tenant(name="warm")],
         classes=[SloClass(name="standard", rank=1)],
     )
+    now = 0.0
+    if trial:
+        core.handle(TrialChanged(now, TrialConfig(name="warm", policy=config).model_dump_json()))
     slo = Slo(ttft=10.0, tpot=1.0, e2e=1e6)  # type: ignore[arg-type] # seconds
     count = 2 * len(fleet.replicas) + 2
-    now = 0.0
     sends: list[Send] = []
     for i in range(count):
         now += 1e-3

@@ -34,6 +34,7 @@ class Attempt:
     candidates: tuple[Candidate, ...]
     policy: str
     version: str
+    shadow: Candidate | None = None
     sent: float | None = None
     first_token: float | None = None
 

@@ -222,7 +222,20 @@ async def reloadable(
         async def warmed(changed: Settings) -> None:
             await asyncio.to_thread(warm, changed.policy, build_estimator(changed.predictors))
 
-        yield Reloader(gateway, settings, door, stack, route_names, warmed)
+        reloader = Reloader(gateway, settings, door, stack, route_names, warmed)
+        if settings.policy_registry is not None:
+            from sluice.rollout import RegistryWatch
+
+            watch = RegistryWatch(
+                settings.policy_registry,
+                gateway,
+                lambda: reloader.settings.policy,
+                lambda p: warm(p, build_estimator(settings.predictors), trial=True),
+            )
+            await watch.look()
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            stack.callback(tasks.create_task(watch.watching()).cancel)
+        yield reloader
 
 
 class Children:

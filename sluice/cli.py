@@ -32,9 +32,11 @@ SUBCOMMANDS = {
     "schema": Subcommand("sluice.schema", "print the config's JSON Schema"),
     "key": Subcommand("sluice.key", "make an API key, and the hash that a config holds"),
     "explain": Subcommand("sluice.explain", "why a request went where it went"),
+    "policy": Subcommand("sluice.policy", "registry of policies: shadow, promote, roll back"),
     "verify": Subcommand("sluice.verify", "live a recorded run through again, event by event"),
     "emulate": Subcommand("sluice.emulate", "a fleet of emulated replicas on real ports"),
     "simulate": Subcommand("sluice.simulate", "one policy in one scenario, in virtual time"),
+    "evaluate-log": Subcommand("sluice.evaluate_log", "judge another policy by a decision log"),
     "replay": Subcommand("sluice.replay", "open-loop load against any OpenAI URL; goodput"),
 }
 
@@ -100,7 +102,7 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]
 
 def overview() -> str:
     """The help text of the whole command."""
-    lines = [f"  {name:<9} {sub.summary}" for name, sub in SUBCOMMANDS.items()]
+    lines = [f"  {name:<12} {sub.summary}" for name, sub in SUBCOMMANDS.items()]
     return "\n".join(
         [
             "usage: sluice SUBCOMMAND [options]      SUBCOMMAND --help shows an example",

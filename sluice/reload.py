@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 EVERY = 1.0
 """Seconds between two looks at the files: a mounted config map is swapped within as many."""
 
-RESTART = ("server", "store", "logs", "monitor", "breaker", "predictors", "local_cache")
+RESTART = (
+    "server", "store", "logs", "monitor", "breaker", "predictors", "local_cache", "policy_registry",
+)  # fmt: skip
 """Sections of which a change needs a restart."""
 
 _log = logging.getLogger("sluice")
@@ -152,7 +154,8 @@ class Reloader:
         policy_json = None
         if settings.policy != old.policy:
             await self.warm(settings)
-            policy_json = settings.policy.model_dump_json()
+            if settings.policy_registry is None:  # else whoever watches it says who decides
+                policy_json = settings.policy.model_dump_json()
         joined = await self.stack.enter_async_context(
             opened([url_place(r) for r in fresh], settings.models, settings.breaker)
         )

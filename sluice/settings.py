@@ -49,6 +49,7 @@ class Settings(Section):
     tenants: dict[Name, TenantSection] = Field(default={})
     tenants_file: Path | None = None  # more of them, in a file of their own; beside this one
     policy: PolicyConfig = BestFitPolicy()
+    policy_registry: Path | None = None  # folder of `sluice policy`; its active entry overrides
     predictors: EstimatorConfig = BaselineConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
     monitor: MonitorConfig = MonitorConfig()

@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from domain.columns import Params
-from domain.ports import Kernel, Scorer
+from domain.columns import Floats, Params
+from domain.ports import Kernel, OnlineLearner, Scorer
 
 
 def no_params() -> Params:
@@ -24,7 +24,8 @@ class KernelScorer:
     """A compiled kernel with its parameters; conforms to `domain.ports.Scorer`.
 
     `random` says that the kernel reads the draws: its logged propensity is then conditional on
-    them, and off-policy estimates must not use it.
+    them, and off-policy estimates must not use it. `learner` writes into `params`; `version` names
+    them as they were at first.
     """
 
     name: str
@@ -33,12 +34,15 @@ class KernelScorer:
     needs_estimates: bool = False
     random: bool = False
     params: Params = field(default_factory=no_params)
+    learner: OnlineLearner | None = None
+    envelope: Floats | None = None
+    version: str = ""
+    """Name and a hash of the parameters, and of what was given here: other settings."""
 
-    @property
-    def version(self) -> str:
-        """Name and a hash of the parameters."""
-        digest = blake2b(np.ascontiguousarray(self.params).tobytes(), digest_size=4).hexdigest()
-        return f"{self.name}-{digest}"
+    def __post_init__(self) -> None:
+        settings = np.ascontiguousarray(self.params).tobytes() + self.version.encode()
+        digest = blake2b(settings, digest_size=4).hexdigest()
+        object.__setattr__(self, "version", f"{self.name}-{digest}")
 
 
 _conforms: type[Scorer] = KernelScorer

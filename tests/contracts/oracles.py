@@ -8,6 +8,8 @@ from __future__ import annotations
 import numpy as np
 from scipy.special import expit
 
+from policies.scorers.drift_plus_penalty import BASES
+
 
 def _batch(s):
     return (s.fleet.running + s.fleet.foreign_running)[s.routes.decode]
@@ -173,3 +175,57 @@ def marginal(s, p):
         out[i, c] = q.weight[i] * worth * e.p_slo[i, c] - p[0] * lost
         out[i, c] -= p[1] * s.routes.price[c] * work
     return out
+
+
+def cheapest(s, p):
+    d, r = s.routes.decode, s.routes.prefill
+    prompt, expected = s.requests.prompt[:, None], s.requests.expected[:, None]
+    new = np.maximum(prompt - s.estimates.cached, 1)
+    each = s.fleet.per_sequence + s.fleet.per_token
+    mean = prompt + expected / 2
+    decode = expected * (each[d] + s.fleet.per_context[d] * mean)
+    return -s.routes.price * (new * s.fleet.per_token[r] + decode)
+
+
+def _traits(s):
+    """(n, c, D) in the order of `policies.names.TRAITS`."""
+    ttft, tpot, e2e = _since_arrival(s)
+    q, wide = s.requests, np.ones(s.mask.shape)
+    shares = [
+        np.minimum(x / limit[:, None], 4)
+        for x, limit in ((ttft, q.ttft), (tpot, q.tpot), (e2e, q.e2e))
+    ]
+    rows = [wide, s.estimates.p_slo, s.estimates.quality, *shares, np.log1p(ttft), np.log1p(e2e)]
+    rows += [np.log1p(_batch(s)) * wide, np.log1p(_backlog(s)) * wide]
+    rows += [s.estimates.cached / q.prompt[:, None], np.log1p(-cheapest(s, None))]
+    return np.stack(rows, axis=2)
+
+
+def linear(s, p):
+    best = np.where(s.mask, s.estimates.p_slo, -np.inf).max(axis=1, keepdims=True)
+    return _traits(s) @ p[:-1] - 1e3 * (s.estimates.p_slo < best - p[-1])
+
+
+def bandit(s, p):
+    x = _traits(s)
+    d = x.shape[2]
+    theta, cov = p[4 : 4 + d], p[4 + d :].reshape(d, d)
+    bonus = p[0] * np.sqrt(np.einsum("ncj,jk,nck->nc", x, cov, x))
+    if p[2]:
+        bonus = bonus * np.log(s.draws / (1 - s.draws)) * np.sqrt(3) / np.pi
+    value = x @ theta + np.clip(bonus, -p[1], p[1])
+    return s.requests.weight[:, None] * value - p[3] * x[:, :, -1]
+
+
+def drift_plus_penalty(s, p):
+    base = globals()[BASES[int(p[0])]]
+    score = np.where(s.mask, base(s, p[18:]), -np.inf)
+    if p[1]:
+        finite = np.where(np.isneginf(score), np.nan, score)
+        low, high = (f.reduce(finite, axis=1, keepdims=True) for f in (np.fmin, np.fmax))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            score = np.where(high > low, (score - low) / (high - low), score * 0 + 1)
+        score = np.where(np.isnan(finite), -np.inf, score)
+    rank = np.minimum(s.requests.class_id, 7)
+    met, good = p[2 + rank][:, None], p[10 + rank][:, None]
+    return score + met * s.estimates.p_slo + good * s.estimates.quality

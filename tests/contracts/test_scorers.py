@@ -13,13 +13,21 @@ import pytest
 from pydantic import TypeAdapter
 
 from domain.columns import FleetColumns
+from domain.ports import Lesson
 from policies import kernels
 from policies.config import PolicyConfig
 from policies.factory import build_scorer
+from policies.names import TRAITS
+from policies.scorers.drift_plus_penalty import BASES
 from tests.contracts import oracles
 from tests.fakes.shells import SCORERS as KINDS
 from tests.fakes.shells import policy
 from tests.fakes.states import State, plain_state, random_state
+
+TARGETS = [{"rank": 0, "attainment": 0.95}, {"rank": 1, "attainment": 0.5, "quality": 0.99}]
+
+DEFAULTS = {"drift_plus_penalty": {"targets": TARGETS, "v": 2.0}}
+"""Options without which a policy does nothing of its own."""
 
 VARIED = (
     *({"kind": kind} for kind in KINDS),
@@ -30,11 +38,29 @@ VARIED = (
     {"kind": "just_enough", "margin": 0.4},
     {"kind": "marginal", "loss": 3.0, "price": 0.0, "sharpness": 4.0, "size": 1.0},
     {"kind": "marginal", "loss": 0.5, "foreign_tpot_ms": 40.0, "size": 0.5},
+    {"kind": "linear", "weights": {"quality": 2.0, "cost": -1.5, "e2e": -0.3}, "within": 0.2},
+    {"kind": "bandit", "mode": "ucb", "alpha": 2.0, "price": 0.4},
+    *(
+        {"kind": "drift_plus_penalty", "base": {"kind": base}, "targets": TARGETS, "v": 3.0}
+        for base in BASES
+    ),
 )
 
 
+def taught(scorer):
+    """The scorer after a few dozen lessons, if it learns: busy replicas miss, idle ones meet."""
+    rng = np.random.default_rng(3)
+    for _ in range(60 if scorer.learner else 0):
+        x = rng.uniform(0.0, 1.0, len(TRAITS))
+        x[0], busy = 1.0, rng.random() < 0.5
+        x[TRAITS.index("running")] = 1.4 if busy else 0.0
+        lesson = Lesson(int(rng.integers(0, 3)), not busy, float(rng.random()), x)
+        assert scorer.learner.learn(lesson) is scorer.params
+    return scorer
+
+
 def scorer_of(kind: str, **options):
-    return build_scorer(policy(kind, **options))
+    return taught(build_scorer(policy(kind, **DEFAULTS.get(kind, {}) | options)))
 
 
 @pytest.fixture(params=KINDS)
@@ -75,8 +101,9 @@ def test_the_suite_covers_every_kind_that_a_config_can_name():
     mapping = TypeAdapter(PolicyConfig).json_schema()["$defs"]
     named = set()
     for model in mapping.values():
-        kind = model["properties"]["kind"]
-        named |= set(kind.get("enum", [])) or {kind["const"]}
+        kind = model["properties"].get("kind")
+        if kind is not None:  # sections of a policy have none
+            named |= set(kind.get("enum", [])) or {kind["const"]}
     assert named == set(KINDS)
     assert all(hasattr(oracles, kind) and kind in SCENARIOS for kind in KINDS)
 
@@ -340,6 +367,45 @@ def harmless() -> State:
     return state
 
 
+def cheaper() -> State:
+    """The second costs half as much and is busier."""
+    state = plain_state(2)
+    state.routes.price[:] = 2.0, 1.0
+    stream(state, 1, 1)
+    return state
+
+
+def likelier() -> State:
+    """The second meets the limits more often, and leaves more to spare: nobody is saved for."""
+    state = plain_state(2)
+    state.requests.ttft[:] = 1.0
+    state.estimates.ttft[0, 1] = 0.01
+    state.estimates.p_slo[0] = 0.8, 0.9
+    stream(state, 1, 1)
+    return state
+
+
+def learned_otherwise() -> State:
+    """The first looks a little better, but replicas as busy as that have missed before."""
+    state = plain_state(2)
+    state.estimates.p_slo[0] = 0.9, 0.85
+    for slot in range(3):
+        stream(state, 0, slot)
+    state.draws[:] = 0.5
+    return state
+
+
+def in_debt() -> State:
+    """The first is the snugger fit, but the class is owed what it was promised."""
+    state = plain_state(2)
+    state.requests.ttft[:] = 1.0
+    state.estimates.ttft[0, 0], state.estimates.ttft[0, 1] = 0.75, 0.7
+    state.estimates.p_slo[0] = 0.3, 0.95
+    stream(state, 1, 1)
+    state.fleet.dispatched[:] = 0.0, 9.0
+    return state
+
+
 SCENARIOS = {
     "random": by_lot,
     "round_robin": turn,
@@ -355,6 +421,10 @@ SCENARIOS = {
     "just_enough": slow_enough,
     "pools": its_band,
     "marginal": harmless,
+    "cheapest": cheaper,
+    "linear": likelier,
+    "bandit": learned_otherwise,
+    "drift_plus_penalty": in_debt,
 }
 """In each, the scorer so named takes route 1."""
 

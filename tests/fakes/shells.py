@@ -40,6 +40,10 @@ SCORERS = (
     "just_enough",
     "pools",
     "marginal",
+    "cheapest",
+    "linear",
+    "bandit",
+    "drift_plus_penalty",
 )
 
 _POLICY = TypeAdapter(PolicyConfig)

@@ -26,6 +26,7 @@ from domain.events import (
     ScorerLate,
     Shed,
     Tick,
+    TrialChanged,
 )
 from domain.fleet import FleetSpec, ReplicaSpec, Variant
 from domain.outcome import Cause, Usage, UsageSource
@@ -56,6 +57,7 @@ EVENTS = [
     Draining(4.0),
     ForeignLoad(4.1, (1.0,), (512.0,), (0.0,)),
     PolicyChanged(2.0, '{"kind":"round_robin"}'),
+    TrialChanged(1.0, "{}"),
 ]
 
 

@@ -54,6 +54,7 @@ class ScriptedCore:
         self.script = {Arrived: lambda e: [Commit(e.request.id, 1, "t", 0, 1.0)]}
         self.script[Committed] = lambda e: [send(e.id)]
         self.columns = None
+        self.trial = self.guarded = None
 
     def handle(self, event):
         self.events.append(event)
