@@ -31,7 +31,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from backends.upstream import Exchange, Timeouts, UpstreamPool
+from backends.upstream import EVENT_CHUNK_END, Exchange, Timeouts, UpstreamPool
 from backends.wire.answer import AnswerMeter
 from backends.wire.http import CHUNK_HEADS, Headers, header_line
 from backends.wire.openai import RequestFacts, RequestParser, Salt, Surface, splice
@@ -473,8 +473,8 @@ class Relay:
 class Flow:
     """A stream in full flow: the short way of its plain tokens, from one socket to the other.
 
-    A block that is one whole chunk with one whole event of text is counted and goes on as it came,
-    framing included; most engines send little else.
+    A block that is one whole chunk with one whole event of text, in one line, is counted and goes
+    on as it came, framing included; most engines send little else.
     """
 
     __slots__ = ("_clock", "_meter", "_write")
@@ -494,11 +494,13 @@ class Flow:
     def take(self, block: bytes) -> bool:
         """Pass on one plain token; False, and nothing done, for anything else."""
         size = len(block)
+        if size >= len(CHUNK_HEADS):
+            return False
+        head = CHUNK_HEADS[size]
         if (
-            size < len(CHUNK_HEADS)
-            and block.startswith(CHUNK_HEADS[size])
-            and block.endswith(b"\r\n")
-            and self._meter.single(block, size - 4, self._clock())
+            block.startswith(head)
+            and block.endswith(EVENT_CHUNK_END)
+            and self._meter.single(block, len(head), size - 4, self._clock())
         ):
             self._write(block)
             return True

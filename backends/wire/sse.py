@@ -135,13 +135,13 @@ class StreamMeter:
                 return data
         return self._scan(data, now)
 
-    def single(self, data: bytes, end: int, now: float) -> bool:
-        """Whether `data`, which came at `now`, holds one event and nothing but text that can go on
-        as it is; its blank line stands at `end`. Counted if so. What stands around the event (the
-        framing of its chunk) must hold no blank line.
+    def single(self, data: bytes, start: int, end: int, now: float) -> bool:
+        """Whether data[start:], which came at `now`, begins with an event of one line whose blank
+        line stands at `end`, with text that can go on as it is; counted if so. What follows (the
+        end of its chunk) must be no part of an event.
         """
         needle = self._needle
-        if needle is None or self._tail or data.find(b"\n\n") != end or b'"usage"' in data:
+        if needle is None or self._tail or data.find(b"\n", start) != end or b'"usage"' in data:
             return False
         at = data.find(needle)
         if at < 0 or data[at + len(needle)] == QUOTE:
