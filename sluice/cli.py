@@ -37,6 +37,9 @@ SUBCOMMANDS = {
     "emulate": Subcommand("sluice.emulate", "a fleet of emulated replicas on real ports"),
     "simulate": Subcommand("sluice.simulate", "one policy in one scenario, in virtual time"),
     "evaluate-log": Subcommand("sluice.evaluate_log", "judge another policy by a decision log"),
+    "compare": Subcommand("sluice.compare", "policies x scenarios x loads, with intervals"),
+    "capacity": Subcommand("sluice.capacity", "what a fleet carries, what binds, what to add"),
+    "tune": Subcommand("sluice.tune", "options of policies by CMA-ES, equal budgets"),
     "replay": Subcommand("sluice.replay", "open-loop load against any OpenAI URL; goodput"),
 }
 

@@ -16,6 +16,7 @@ from domain.ports import Estimator
 from policies.config import PolicyConfig
 from policies.factory import build_core
 from predictors.estimator import BaselineEstimator
+from training.fast_path import CompiledLoop, supports
 from training.informed import InformedEstimator
 from training.measures import Report, Run, measure
 from training.scenario import Case, Scenario, build
@@ -53,6 +54,23 @@ def run_live(case: Case, policy: PolicyConfig, *, learning: bool = True) -> Run:
         for g in range(case.scenario.gateways)
     ]
     return VirtualShell(case, cores).run()
+
+
+class Runner:
+    """Runs cases through the compiled loop where it knows all they need, else the live core."""
+
+    def __init__(self) -> None:
+        self._loop: CompiledLoop | None = None
+
+    def run(self, case: Case, policy: PolicyConfig) -> tuple[Run, bool]:
+        """The run, and whether the live core did it. What outcomes would teach the estimator stays
+        frozen in both, so that they decide alike.
+        """
+        if not supports(case, policy):
+            return run_live(case, policy, learning=False), True
+        if self._loop is None:
+            self._loop = CompiledLoop()
+        return self._loop.run(case, policy), False
 
 
 def simulate(

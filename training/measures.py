@@ -96,6 +96,13 @@ class Report:
         return self.by_work["5"] >= target and self.worst_slice >= target - SLICE_SLACK
 
 
+def fair(report: Report) -> float:
+    """Work-weighted attainment, or the worst slice's plus its slack if that is less: at least X
+    exactly where the rate counts for size-fair goodput@X (DESIGN section 11).
+    """
+    return min(report.by_work["5"], report.worst_slice + SLICE_SLACK)
+
+
 def weighted(met: Bools, work: Floats) -> float:
     """Share of the work whose limits were met."""
     total = float(work.sum())
@@ -120,16 +127,27 @@ def slices(case: Case, counted: Bools, met: Bools) -> dict[str, float]:
     return found
 
 
+def settled(case: Case) -> Bools:
+    """(n,) requests after the scenario's `warmup`, or after a quarter of a short trace."""
+    n = len(case.trace)
+    return np.arange(n) >= min(case.scenario.warmup, n // 4)
+
+
+def work_of(case: Case, w: float) -> Floats:
+    """(n,) prompt + w x output tokens."""
+    return case.trace.prompt + w * case.trace.output.astype(np.float64)
+
+
 def measure(case: Case, run: Run, policy: str) -> Report:
     """The report of a run; the scenario's first `warmup` requests are left out."""
     trace = case.trace
-    late = np.arange(len(trace)) >= min(case.scenario.warmup, len(trace) // 4)
+    late = settled(case)
     counted = late & ((run.verdict == MET) | (run.verdict == MISSED))
     met = run.verdict == MET
     served = counted & np.isfinite(run.last)
     span = max(float(run.arrival[late].max() - run.arrival[late].min()), 1e-9)
     n = int(counted.sum())
-    work = {w: trace.prompt + w * trace.output.astype(np.float64) for w in (1.0, 5.0, 10.0)}
+    work = {w: work_of(case, w) for w in (1.0, 5.0, 10.0)}
     good = counted & met
     by_slice = slices(case, counted, met)
     share = np.bincount(run.replica[np.isfinite(run.sent)], minlength=len(case.fleet.replicas))

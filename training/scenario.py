@@ -33,6 +33,7 @@ from training.traces import (
     resampled,
     rows,
     scaled,
+    sessions_at,
     shaped,
     synthetic,
     with_classes,
@@ -85,7 +86,9 @@ class Source(_Section):
 
 
 class Arrivals(_Section):
-    """`source` keeps the recorded times, stretched to the rate; the others draw lengths anew."""
+    """`source` keeps the recorded times, stretched to the rate, and prefixes; sessions start at
+    random and go on as their steps end. The others draw lengths anew.
+    """
 
     kind: Literal["source", "poisson", "gamma"] = "gamma"
     cv: Positive = 2.0
@@ -147,7 +150,7 @@ class Scenario(_Section):
     warmup: Annotated[int, Field(ge=0)] = 300
     length_sigma: NotNegative | None = 0.6  # forecast = truth x log-normal; None: learned only
     constants_error: NotNegative = 0.0  # the gateway's constants are off by up to this share
-    rates: tuple[float, ...] = ()  # requests/s of the grid; empty: found by the scan
+    loads: tuple[Positive, ...] = ()  # of a comparison, times the knee; empty: the comparison's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -181,13 +184,55 @@ class Case:
 
 
 def read(path: Path) -> Scenario:
-    """A scenario file. Raises: ConfigError naming what is wrong."""
+    """A scenario file. `base: other.yaml` takes what is not said from another file beside it, whole
+    sections at a time. Raises: ConfigError naming what is wrong.
+    """
     try:
-        return Scenario.model_validate(yaml.safe_load(path.read_text()))
+        return Scenario.model_validate(_fields(path))
     except OSError as exc:
-        raise ConfigError(f"{path}: {exc.strerror}") from exc
-    except (ValidationError, yaml.YAMLError) as exc:
+        raise ConfigError(f"{exc.filename}: {exc.strerror}") from exc
+    except (ValidationError, yaml.YAMLError, ValueError) as exc:
         raise ConfigError(f"{path}: {exc}") from exc
+
+
+def _fields(path: Path, depth: int = 0) -> dict[str, Any]:
+    """Sections of a file over those of its base. Raises: ValueError for a circle or a list."""
+    fields = yaml.safe_load(path.read_text())
+    if not isinstance(fields, dict):
+        raise ValueError("a scenario is a mapping")  # noqa: TRY004 - a bad file, not a bug
+    base = fields.pop("base", None)
+    if base is None:
+        return fields
+    if depth > 8:
+        raise ValueError(f"base {base!r} leads back to this file")
+    return {**_fields(path.parent / str(base), depth + 1), **fields}
+
+
+class Pools:
+    """Data sets to draw from, each read once; `data` is their folder."""
+
+    def __init__(self, data: Path | None = None) -> None:
+        self._data = data
+        self._known: dict[tuple[Any, ...], Trace] = {}
+
+    def of(self, source: Source) -> Trace:
+        """Every row of a source, lengths divided and capped.
+
+        Generated mixtures are drawn with one seed: seeds of cases differ in the rows they take.
+        """
+        key = (source.trace, source.seconds, source.divide, source.max_prompt, source.max_output)
+        if key not in self._known:
+            from training.trace_sources import default_data, load
+
+            data = self._data or default_data()
+            pool = load(source.trace, data, np.random.default_rng(0), seconds=source.seconds)
+            self._known[key] = scaled(
+                pool,
+                divide=source.divide,
+                max_prompt=source.max_prompt,
+                max_output=source.max_output,
+            )
+        return self._known[key]
 
 
 def build(
@@ -197,15 +242,20 @@ def build(
     *,
     data: Path | None = None,
     profiles: Mapping[str, Profile] | None = None,
+    pools: Pools | None = None,
 ) -> Case:
-    """The case of a scenario at a rate (requests/s). Raises: ConfigError for an unknown profile."""
+    """The case of a scenario at a rate (requests/s).
+
+    `pools` keeps data sets between calls; without it they are read from `data`.
+    Raises: ConfigError for an unknown profile.
+    """
     known = load_profiles(shipped()) if profiles is None else profiles
     fleet = _fleet(scenario, known)
     rng = np.random.default_rng([seed, 1])
-    trace = _workload(scenario, rate, rng, data)
+    trace = _workload(scenario, rate, rng, Pools(data) if pools is None else pools)
     shares = {name: promise.share for name, promise in scenario.classes.items()}
     trace = with_classes(trace, shares, np.random.default_rng([seed, 2]))
-    if len(trace.tenants) == 1 and trace.tenants[0] == "default":
+    if trace.tenants == ("default",) or scenario.tenants != {"default": 1.0}:
         trace = with_tenants(trace, scenario.tenants, np.random.default_rng([seed, 3]))
     limits = [promise.slo(0.0) for promise in scenario.classes.values()]
     per_token = np.array([promise.ttft_per_token for promise in scenario.classes.values()])
@@ -290,22 +340,13 @@ def _believed(fleet: FleetSpec, error: float, rng: np.random.Generator) -> Fleet
     return replace(fleet, replicas=tuple(replicas))
 
 
-def _workload(
-    scenario: Scenario, rate: float, rng: np.random.Generator, data: Path | None
-) -> Trace:
+def _workload(scenario: Scenario, rate: float, rng: np.random.Generator, pools: Pools) -> Trace:
     n, arrivals = scenario.requests, scenario.arrivals
     total = sum(source.share for source in scenario.workload)
     parts = []
     for source in scenario.workload:
         count = max(round(n * source.share / total), 1)
-        pool = _pool(source, count, rng, data)
-        part_rate = rate * source.share / total
-        if arrivals.kind == "source":
-            part = at_rate(rows(pool, np.arange(min(count, len(pool)))), part_rate)
-        elif arrivals.kind == "poisson":
-            part = resampled(pool, poisson(count, part_rate, rng), rng)
-        else:
-            part = resampled(pool, gamma_arrivals(count, part_rate, arrivals.cv, rng), rng)
+        part = _part(source, arrivals, count, rate * source.share / total, rng, pools)
         if source.tenant is not None:
             part = with_tenants(part, {source.tenant: 1.0}, rng)
         parts.append(part)
@@ -321,13 +362,24 @@ def _workload(
             return trace
 
 
-def _pool(source: Source, count: int, rng: np.random.Generator, data: Path | None) -> Trace:
-    """Rows to draw from, or to take in their order."""
+def _part(
+    source: Source,
+    arrivals: Arrivals,
+    count: int,
+    rate: float,
+    rng: np.random.Generator,
+    pools: Pools,
+) -> Trace:
+    """About `count` requests of one source at `rate`; recorded ones from a random place on."""
     if source.trace == "synthetic":
-        return synthetic(count, 1.0, rng, **source.options)  # type: ignore[arg-type]
-    from training.trace_sources import default_data, load
-
-    pool = load(source.trace, data or default_data(), rng, seconds=source.seconds)
-    return scaled(
-        pool, divide=source.divide, max_prompt=source.max_prompt, max_output=source.max_output
-    )
+        pool = synthetic(count, 1.0, rng, **source.options)  # type: ignore[arg-type]
+    else:
+        pool = pools.of(source)
+    if arrivals.kind == "source":
+        if not pool.roots.all():
+            return sessions_at(pool, count, rate, rng)
+        start = int(rng.integers(0, max(len(pool) - count, 0) + 1))
+        return at_rate(rows(pool, np.arange(start, min(start + count, len(pool)))), rate)
+    if arrivals.kind == "poisson":
+        return resampled(pool, poisson(count, rate, rng), rng)
+    return resampled(pool, gamma_arrivals(count, rate, arrivals.cv, rng), rng)

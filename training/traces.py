@@ -126,6 +126,9 @@ def trace(
     )
 
 
+_from_columns = trace  # where a parameter is called `trace`
+
+
 # ---- choosing and joining rows
 
 
@@ -361,6 +364,46 @@ def drifting(before: Trace, after: Trace, rng: np.random.Generator) -> Trace:
         plain,
         prompt=np.where(late, other.prompt, plain.prompt),
         output=np.where(late, other.output, plain.output),
+    )
+
+
+def sessions_at(trace: Trace, n: int, rate: float, rng: np.random.Generator) -> Trace:
+    """`n` requests or a few more: whole sessions in random order, started as a Poisson stream so
+    that requests come at `rate` (1/s) where answers take no time.
+
+    Once every session was taken they are taken again; a repeat shares no prefix with the first.
+    """
+    order = np.argsort(trace.session, kind="stable")
+    starts = np.flatnonzero(np.r_[True, np.diff(trace.session[order]) != 0])
+    groups = np.split(order, starts[1:])
+    picked: list[Ints] = []
+    total = 0
+    while total < n:
+        for k in rng.permutation(len(groups)).tolist():
+            picked.append(groups[k])
+            total += len(groups[k])
+            if total >= n:
+                break
+    index = np.concatenate(picked)
+    sizes = np.array([len(group) for group in picked])
+    first = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    begin = poisson(len(picked), rate * len(picked) / total, rng)
+    local = [np.searchsorted(group, trace.follows[group]) for group in picked]
+    spread = int(trace.blocks.max(initial=-1)) + 1
+    round_of = np.repeat(np.arange(len(picked)) // len(groups), sizes)
+    since = [trace.arrival[group] - trace.arrival[group[0]] for group in picked]
+    return _from_columns(
+        np.repeat(begin, sizes) + np.concatenate(since),
+        trace.prompt[index],
+        trace.output[index],
+        session=np.repeat(np.arange(len(picked)), sizes),
+        follows=first + np.concatenate(local),
+        think=trace.think[index],
+        blocks=[
+            (trace.blocks_of(i) + spread * int(again)).tolist()
+            for i, again in zip(index.tolist(), round_of, strict=True)
+        ],
+        block_tokens=trace.block_tokens,
     )
 
 

@@ -6,8 +6,12 @@ import pytest
 
 from backends.sim.profiles import load_profiles, shipped
 from domain.errors import ConfigError
-from training.scenario import Promise, Replicas, Scenario, build, read
+from training.evaluate import policy_named, run_live
+from training.measures import measure
+from training.scenario import Pools, Promise, Replicas, Scenario, Source, build, read
+from training.trace_sources import default_data
 
+DATA = default_data()
 FOLDER = Path(__file__).parents[2] / "configs" / "scenarios"
 
 
@@ -44,3 +48,48 @@ def test_a_profile_file_needs_its_source(tmp_path):
     (tmp_path / "p.yaml").write_text("profiles: {}\n")
     with pytest.raises(ConfigError, match="source"):
         load_profiles(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def pools():
+    return Pools(DATA)
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"no data sets at {DATA}; set SLUICE_DATA")
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda p: p.stem)
+def test_shipped_scenarios_run(path, pools):
+    """Three hundred requests at a rate that every fleet carries."""
+    scenario = read(path).model_copy(update={"requests": 300})
+    case = build(scenario, 4.0, 1, pools=pools)
+    assert 300 <= len(case.trace) < 400
+    run = run_live(case, policy_named("least_requests"))
+    report = measure(case, run, "least_requests")
+    assert report.attainment > 0.5
+    assert report.arrivals > 150
+
+
+def test_a_base_is_taken_section_by_section(tmp_path):
+    (tmp_path / "a.yaml").write_text(
+        "name: a\nfleet: [{profile: h100-bf16-14b}]\nclasses: {x: {ttft: 1}, y: {ttft: 2}}\n"
+        "metrics: {every: 0.2}\n"
+    )
+    (tmp_path / "b.yaml").write_text("name: b\nbase: a.yaml\nclasses: {x: {ttft: 3}}\n")
+    scenario = read(tmp_path / "b.yaml")
+    assert list(scenario.classes) == ["x"]
+    assert (scenario.metrics.every, scenario.classes["x"].ttft) == (0.2, 3)
+    (tmp_path / "c.yaml").write_text("name: c\nbase: c.yaml\n")
+    with pytest.raises(ConfigError, match="leads back"):
+        read(tmp_path / "c.yaml")
+    (tmp_path / "d.yaml").write_text("name: d\nbase: none.yaml\n")
+    with pytest.raises(ConfigError, match=r"none\.yaml"):
+        read(tmp_path / "d.yaml")
+
+
+def test_a_source_may_belong_to_a_tenant():
+    scenario = Scenario(
+        name="x", fleet=(Replicas(profile="h100-bf16-14b"),), classes={"a": Promise()},
+        workload=(Source(tenant="one"), Source(tenant="two", share=3.0)), requests=400,
+    )  # fmt: skip
+    trace = build(scenario, 5.0, 1).trace
+    shares = {name: (trace.tenant_id == k).mean() for k, name in enumerate(trace.tenants)}
+    assert shares["two"] == pytest.approx(0.75)

@@ -17,6 +17,7 @@ from training.traces import (
     resampled,
     rows,
     scaled,
+    sessions_at,
     shaped,
     synthetic,
     time_split,
@@ -171,3 +172,18 @@ def test_the_same_seed_gives_the_same_trace():
     assert np.array_equal(a.arrival, b.arrival)
     c = resampled(a, a.arrival, np.random.default_rng(1))
     assert set(c.prompt.tolist()) <= set(a.prompt.tolist())
+
+
+def test_sessions_are_drawn_whole_and_start_at_the_rate(chain, rng):
+    many = sessions_at(chain, 2000, 5.0, rng)
+    assert len(many) == 2000
+    assert many.roots.sum() == 1000
+    assert many.rate == pytest.approx(5.0, rel=0.1)
+    after = np.flatnonzero(~many.roots)
+    assert (many.session[after] == many.session[many.follows[after]]).all()
+    assert sorted(set(many.think[after])) == [1.0, 2.0]
+    # a session taken again shares blocks within itself only
+    shared = [set(many.blocks_of(i)) & set(many.blocks_of(many.follows[i])) for i in after]
+    assert all(shared)
+    first = [many.blocks_of(i)[0] for i in np.flatnonzero(many.roots)]
+    assert len(set(first)) == 1000
