@@ -15,13 +15,17 @@ from domain.fleet import Profile
 from training.scenario import Case
 from training.traces import Floats, Trace
 
+WINDOWS = 5
+"""Ends of horizons, at quantiles of the deadlines: what is due by then must be done by then."""
+
 
 def ceiling(case: Case, worth: Floats, counted: Floats) -> float | None:
     """Largest share of `worth` (n,) that could meet its limits; None where the relaxation does not
     apply (split fleets, causal sessions, requests without any limit).
 
     `counted` (n,) is 1 for requests in the denominator; others cost nothing here. Per group of
-    equal replicas with x_i the share of request i, S steps and horizon H:
+    equal replicas and horizon, with x_i the share of request i, summed over those due inside it, S
+    steps and H seconds from the first arrival of these:
 
         (overhead + weights) S + per_sequence sum x d + per_context sum x c <= replicas x H
         overhead S + per_sequence sum x d + per_token sum x (d + u) + attention <= replicas x H
@@ -31,75 +35,69 @@ def ceiling(case: Case, worth: Floats, counted: Floats) -> float | None:
     step time of `domain.fleet.Profile` summed over steps, with max(a, b) >= a and >= b.
     """
     from scipy.optimize import linprog
-    from scipy.sparse import csr_matrix, hstack, vstack
+    from scipy.sparse import block_diag, csr_matrix, hstack, vstack
 
     trace = case.trace
     chosen = np.flatnonzero(counted > 0)
     d = (trace.output - 1).astype(np.float64)
-    last = np.minimum(case.e2e, case.ttft + np.where(d > 0, case.tpot * d, 0.0))
+    pace = np.multiply(case.tpot, d, out=np.zeros(len(d)), where=d > 0)
+    due = trace.arrival + np.minimum(case.e2e, case.ttft + pace)
     if (
         not trace.roots.all()
         or any(spec.phase != "both" for spec in case.fleet.replicas)
-        or not np.isfinite(last[chosen]).all()
+        or not np.isfinite(due[chosen]).all()
     ):
         return None
     if len(chosen) == 0:
         return 1.0
-    horizon = float((trace.arrival + last)[chosen].max() - trace.arrival[chosen].min())
     u = _uncached(trace)
     groups: dict[tuple[Profile, str], int] = {}
     for spec in case.fleet.replicas:
         key = (spec.profile, spec.variant)
         groups[key] = groups.get(key, 0) + 1
-    n, blocks, rhs, gains, upper = len(chosen), [], [], [], []
-    shares, steps = [], []
-    prompt = trace.prompt.astype(np.float64)
+    ends = np.quantile(due[chosen], np.linspace(0.0, 1.0, WINDOWS + 1)[1:])
+    work, gains, once, limits = [], [], [], []
     for (p, variant), count in groups.items():
-        able = _able(case, p, variant, u, d)[chosen]
-        x = np.where(able)[0]
-        who = chosen[x]
-        read = d[who] * prompt[who] + d[who] * (d[who] - 1.0) / 2.0
-        pairs = u[who] * (prompt[who] - u[who]) + u[who] ** 2 / 2.0
-        per_seq = p.per_sequence * d[who]
-        rows: list[list[Any]] = [
-            [per_seq + p.per_context * read, p.overhead + p.weights, count * horizon],
-            [
-                per_seq + p.per_token * (d[who] + u[who]) + p.per_attention * pairs,
-                p.overhead,
-                count * horizon,
-            ],
-            [d[who] / p.max_seqs, -1.0, 0.0],
-            [u[who] / p.chunk, -1.0, 0.0],
-        ]
-        blocks.append(csr_matrix(np.array([row[0] for row in rows])))
-        steps.append([row[1] for row in rows])
-        rhs += [row[2] for row in rows]
-        gains.append(worth[who])
-        shares.append(csr_matrix((np.ones(len(x)), (x, np.arange(len(x)))), shape=(n, len(x))))
-        upper += [(0.0, 1.0)] * len(x)
-    size = len(groups)
-    top = [
-        hstack(
-            [
-                *(block if j == g else csr_matrix((4, blocks[j].shape[1])) for j in range(size)),
-                csr_matrix(
-                    np.array([[c if j == g else 0.0 for j in range(size)] for c in steps[g]])
-                ),
-            ]
-        )
-        for g, block in enumerate(blocks)
-    ]
-    once = hstack([*shares, csr_matrix((n, size))])
+        mine = np.flatnonzero(_able(case, p, variant, u, d)[chosen])
+        who = chosen[mine]
+        columns = _columns(p, trace, u[who], d[who], who)
+        parts, steps = [], []
+        for end in ends.tolist():
+            inside = due[who] <= end
+            begin = trace.arrival[chosen[due[chosen] <= end]].min()
+            parts.append(columns * inside)
+            steps.append(np.array([[p.overhead + p.weights], [p.overhead], [-1.0], [-1.0]]))
+            limits += [count * (end - begin), count * (end - begin), 0.0, 0.0]
+        work.append(hstack([csr_matrix(np.concatenate(parts)), block_diag(steps)]))
+        gains.append(np.concatenate([worth[who], np.zeros(WINDOWS)]))
+        shares = csr_matrix((np.ones(len(mine)), (mine, np.arange(len(mine)))),
+                            shape=(len(chosen), len(mine)))  # fmt: skip
+        once.append(hstack([shares, csr_matrix((len(chosen), WINDOWS))]))
     found = linprog(
-        -np.concatenate([*gains, np.zeros(size)]),
-        A_ub=vstack([*top, once]).tocsr(),
-        b_ub=np.concatenate([rhs, np.ones(n)]),
-        bounds=[*upper, *([(0.0, None)] * size)],
+        -np.concatenate(gains),
+        A_ub=vstack([block_diag(work), hstack(once)]).tocsr(),
+        b_ub=np.concatenate([limits, np.ones(len(chosen))]),
+        bounds=(0.0, None),
         method="highs",
     )
     if found.status != 0:
         raise RuntimeError(f"the relaxation was not solved: {found.message}")
     return min(float(-found.fun) / float(worth[chosen].sum()), 1.0)
+
+
+def _columns(p: Profile, trace: Trace, u: Floats, d: Floats, who: np.ndarray[Any, Any]) -> Floats:
+    """(4, n) what each request adds to the rows of `ceiling`."""
+    prompt = trace.prompt[who].astype(np.float64)
+    read = d * prompt + d * (d - 1.0) / 2.0
+    pairs = u * (prompt - u) + u**2 / 2.0
+    return np.array(
+        [
+            p.per_sequence * d + p.per_context * read,
+            p.per_sequence * d + p.per_token * (d + u) + p.per_attention * pairs,
+            d / p.max_seqs,
+            u / p.chunk,
+        ]
+    )
 
 
 def _uncached(trace: Trace) -> Floats:

@@ -73,7 +73,7 @@ class Planner:
         self._pools = Pools(data)
         self._profiles = load_profiles(shipped() if profiles is None else profiles)
         self._runner = Runner() if runner is None else runner
-        self._known: dict[tuple[tuple[Replicas, ...], float], list[tuple[Case, Run, Report]]] = {}
+        self._known: dict[str, list[tuple[Case, Run, Report]]] = {}
 
     def carried(self, target: float) -> Carried:
         """The rate carried at `target`, and what binds 10 % above it."""
@@ -99,23 +99,19 @@ class Planner:
         `rate` is carried at `target`; None if nothing of that size does.
 
         Sets are tried from the cheapest up (price per second of a busy replica); a set is passed
-        over if the linear relaxation says that no policy could do it, or if a larger set has
-        failed. The first that passes is the cheapest, as far as the simulator and its seeds can
-        tell. Raises: ConfigError for an unknown profile.
+        over if the linear relaxation says that no policy could do it. The first that passes is the
+        cheapest, as far as the simulator and its seeds can tell.
+        Raises: ConfigError for an unknown profile.
         """
         for name in offer:
             if name not in self._profiles:
                 known = ", ".join(sorted(self._profiles))
                 raise ConfigError(f"unknown profile {name!r}; known: {known}")
         prices = [self._profiles[name].price for name in offer]
-        failed: list[tuple[int, ...]] = []
         tried = 0
         for counts in by_price(prices, most):
-            if any(all(c <= f for c, f in zip(counts, bad, strict=True)) for bad in failed):
-                continue
             fleet = (*self._scenario.fleet, *self._added(offer, counts))
             if not self._possible(fleet, rate, target):
-                failed.append(counts)
                 continue
             tried += 1
             attainment = self._attainment(fleet, rate)
@@ -126,7 +122,6 @@ class Planner:
                     attainment=attainment,
                     tried=tried,
                 )
-            failed.append(counts)
         return None
 
     def _added(self, offer: Sequence[str], counts: Sequence[int]) -> list[Replicas]:
@@ -154,7 +149,7 @@ class Planner:
         return build(scenario, rate, seed, profiles=self._profiles, pools=self._pools)
 
     def _runs(self, fleet: tuple[Replicas, ...], rate: float) -> list[tuple[Case, Run, Report]]:
-        key = (fleet, rate)
+        key = f"{rate} {[group.model_dump_json() for group in fleet]}"
         if key not in self._known:
             found = []
             for seed in self._seeds:

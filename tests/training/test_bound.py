@@ -32,9 +32,9 @@ def test_no_policy_is_above_the_ceiling(rate):
 
 
 def test_the_ceiling_falls_when_the_fleet_is_swamped():
-    calm, swamped = build(small(), 1.0, 1), build(small(), 1e4, 1)
+    calm, swamped = build(small(), 1.0, 1), build(small(requests=1000), 1e4, 1)
     assert ceilings(calm)[1] > 0.98
-    assert ceilings(swamped)[1] < 0.5
+    assert max(ceilings(swamped)) < 0.8
 
 
 def test_a_request_that_no_idle_replica_serves_in_time_is_lost():

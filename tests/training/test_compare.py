@@ -163,5 +163,5 @@ def test_the_command_writes_table_and_report(tmp_path, capsys):
         "round_robin", "least_requests", "lmetric"}  # fmt: skip
     page = (out / "report.html").read_text()
     assert page.count("<svg") == 1
-    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert not any(word in page for word in ("<link", "<script", "src=", 'href="http'))
     assert "| lmetric" in (tmp_path / "t.md").read_text()

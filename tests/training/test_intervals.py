@@ -7,7 +7,7 @@ from training.evaluate import Scan, falling
 from training.intervals import falling_rows, interval, last_at, rank_agreement, seed_weights
 
 
-@pytest.mark.parametrize("seeds", [4, 8, 20])
+@pytest.mark.parametrize("seeds", [6, 8, 20])
 def test_the_interval_covers_as_often_as_it_says(seeds):
     rng = np.random.default_rng(seeds)
     covered = 0

@@ -104,5 +104,5 @@ def test_it_is_printed_whole():
 
     for text in (terminal(Table(blocks=(block,), stability={})),
                  markdown(Table(blocks=(block,), stability={}))):  # fmt: skip
-        for word in ("marginal", "best_fit", "look-ahead @90: >20.0/s", "13.8 [13.8, 13.8]"):
+        for word in ("marginal", "best_fit", "look-ahead @90: >20.0/s", "11.0 [11.0, 11.0]"):
             assert word in text
