@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
 from domain.errors import ConfigError
 from sluice.cli import DONE
 from sluice.compare import progress
+
+if TYPE_CHECKING:
+    from training.compare import Advance
 
 EXAMPLE = (
     "sluice tune configs/scenarios/heterogeneous.yaml --policies best_fit marginal --budget 60 "
@@ -70,7 +75,7 @@ def run(args: Namespace) -> int:
                     score,
                     evaluations=args.budget,
                     seed=args.seed,
-                    tell=lambda done, kind=kind: advance(done, args.budget, kind),
+                    tell=partial(_tell, advance, args.budget, kind),
                 )
                 for kind in args.policies
             ]
@@ -85,3 +90,7 @@ def run(args: Namespace) -> int:
         options = ", ".join(f"{k} {v:g}" for k, v in t.options.items()) or "defaults"
         print(f"{t.kind}: {t.default_score:.2f} -> {t.score:.2f}/s ({t.spent} cases): {options}")
     return DONE
+
+
+def _tell(advance: Advance, total: int, kind: str, done: int) -> None:
+    advance(done, total, kind)

@@ -104,7 +104,7 @@ def summarise(plan: Plan, outcome: Outcome) -> Table:
         }
         kinds = {e.label: e.policy.kind for e in plan.entrants}
         block = _block(scenario.about, outcome.knees[scenario.name], cells, curves, kinds)
-        found = {
+        found: dict[str, list[tuple[float, float | None]]] = {
             "look-ahead": [(y.load, _fair_of(y.look_ahead)) for y in yards],
             "LP ceiling by work": [(y.load, y.by_work) for y in yards],
             "LP ceiling plain": [(y.load, y.plain) for y in yards],
@@ -159,7 +159,8 @@ class _Curves:
         if not self.names:
             return by_work
         worst = np.einsum("bs,slk->blk", weights, self.slices).min(axis=2)
-        return np.minimum(by_work, worst + SLICE_SLACK)
+        both: Floats = np.minimum(by_work, worst + SLICE_SLACK)
+        return both
 
 
 def _block(

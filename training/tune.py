@@ -39,7 +39,7 @@ class Knob:
         u = abs(u) % 2.0
         u = 2.0 - u if u > 1.0 else u
         if self.log:
-            return self.low * (self.high / self.low) ** u
+            return self.low * math.exp(u * math.log(self.high / self.low))
         return self.low + u * (self.high - self.low)
 
     def share(self, value: float) -> float:
