@@ -32,7 +32,8 @@ def ceiling(case: Case, worth: Floats, counted: Floats) -> float | None:
         S >= sum x d / max_seqs,  S >= sum x u / chunk
 
     d decode tokens, u prompt tokens that no earlier prompt shares, c tokens read in decoding: the
-    step time of `domain.fleet.Profile` summed over steps, with max(a, b) >= a and >= b.
+    step time of `domain.fleet.Profile` summed over steps, with max(a, b) >= a and >= b; overhead
+    holds the experts that one token touches.
     """
     from scipy.optimize import linprog
     from scipy.sparse import block_diag, csr_matrix, hstack, vstack
@@ -60,13 +61,14 @@ def ceiling(case: Case, worth: Floats, counted: Floats) -> float | None:
     for (p, variant), count in groups.items():
         mine = np.flatnonzero(_able(case, p, variant, u, d)[chosen])
         who = chosen[mine]
+        fixed = p.overhead + p.experts / (1.0 + p.expert_tokens)  # a step has one token at least
         columns = _columns(p, trace, u[who], d[who], who)
         parts, steps = [], []
         for end in ends.tolist():
             inside = due[who] <= end
             begin = trace.arrival[chosen[due[chosen] <= end]].min()
             parts.append(columns * inside)
-            steps.append(np.array([[p.overhead + p.weights], [p.overhead], [-1.0], [-1.0]]))
+            steps.append(np.array([[fixed + p.weights], [fixed], [-1.0], [-1.0]]))
             limits += [count * (end - begin), count * (end - begin), 0.0, 0.0]
         work.append(hstack([csr_matrix(np.concatenate(parts)), block_diag(steps)]))
         gains.append(np.concatenate([worth[who], np.zeros(WINDOWS)]))
