@@ -72,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     args.names = ["heterogeneous", *(n for n in names if n != "heterogeneous")]
     if args.only:
         args.names = args.only
+    args.out.mkdir(parents=True, exist_ok=True)
     parts: dict[str, Table] = {}
     if 1 in args.steps:
         parts["Defaults"] = compared(args, args.names, entrants(args.policies), args.loads)
