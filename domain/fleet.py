@@ -39,6 +39,13 @@ class Profile:
     it: routing is skewed, so that the share grows slower than 1 - (1 - k/E)^tokens. `chunk` is the
     prefill budget of one step in tokens, `kv_capacity` in tokens, `max_context` in tokens per
     sequence. `price` is per second of a busy replica, in any one currency; `power` in watts.
+
+    What only the model of a replica knows (`backends.sim.replica`), all off by default:
+    `per_uneven` in seconds per token by which sequences are shorter than the longest one, added to
+    `memory`; speculation of `spec_tokens` drafted tokens, each accepted with chance
+    `spec_acceptance`, in steps of at most `spec_batch` sequences, `spec_draft` seconds a drafted
+    token (such a step has batch * (spec_tokens + 1) tokens beside the prefill); `lora_slots`
+    adapters in memory, `lora_load` seconds to load one (0 slots: adapters cost nothing).
     Source: the roofline form of DESIGN section 5; the share of the experts is ours, fitted to step
     tables (docs/calibration.md).
     """
@@ -60,6 +67,13 @@ class Profile:
     power: float = 400.0
     uncertainty: float = 0.35
     """Standard deviation of the log of (actual / predicted) latency before anything was learned."""
+    per_uneven: float = 0.0
+    spec_tokens: int = 0
+    spec_acceptance: float = 0.0
+    spec_batch: int = 16
+    spec_draft: float = 0.0
+    lora_slots: int = 0
+    lora_load: float = 0.0
 
     def __post_init__(self) -> None:
         for name in (
@@ -70,6 +84,11 @@ class Profile:
         for name, unit in (("per_token", "s"), ("expert_tokens", "tokens")):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0 {unit}, not {getattr(self, name)}")
+        for name in ("per_uneven", "spec_tokens", "spec_draft", "lora_slots", "lora_load"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if not 0 <= self.spec_acceptance <= 1:
+            raise ValueError(f"spec_acceptance is a chance, not {self.spec_acceptance}")
         if self.chunk < 1 or self.max_seqs < 1 or self.kv_capacity < 1 or self.max_context < 1:
             raise ValueError("chunk, max_seqs, kv_capacity and max_context must be at least 1")
 

@@ -12,6 +12,7 @@ from typing import Any
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.arrayobj import make_array, populate_array
 
 
 def _borrowed(_typing: Any, kind: Any) -> Any:
@@ -41,4 +42,52 @@ borrowed: Any = intrinsic(_borrowed)
 
 The caller promises to keep the owners alive for as long as the result is used, and not to return
 it.
+"""
+
+
+def _lowered(kind: Any) -> Any:
+    if isinstance(kind, types.Array):
+        return types.Array(kind.dtype, kind.ndim - 1, "C")
+    if isinstance(kind, types.BaseNamedTuple):
+        parts: Any = kind
+        return types.NamedTuple([_lowered(part) for part in parts.types], parts.instance_class)
+    return kind
+
+
+def _at(_typing: Any, kind: Any, index: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        value, i = arguments
+        i = context.cast(builder, i, index, types.intp)
+        return _inside(context, builder, kind, signature.return_type, value, i)
+
+    return _lowered(kind)(kind, index), code
+
+
+def _inside(context: Any, builder: Any, kind: Any, result: Any, value: Any, i: Any) -> Any:
+    if isinstance(kind, types.Array):
+        whole = make_array(kind)(context, builder, value)
+        part = make_array(result)(context, builder)
+        strides = cgutils.unpack_tuple(builder, whole.strides, kind.ndim)  # type: ignore[no-untyped-call]
+        populate_array(
+            part,
+            cgutils.pointer_add(builder, whole.data, builder.mul(i, strides[0])),  # type: ignore[no-untyped-call]
+            shape=cgutils.unpack_tuple(builder, whole.shape, kind.ndim)[1:],  # type: ignore[no-untyped-call]
+            strides=strides[1:],
+            itemsize=whole.itemsize,
+            meminfo=None,
+        )
+        return part._getvalue()  # noqa: SLF001 - how numba's own code reads a proxy
+    if isinstance(kind, types.BaseNamedTuple):
+        kinds: Any = kind
+        made = context.get_constant_undef(result)
+        for k, (one, lower) in enumerate(zip(kinds.types, result.types, strict=True)):
+            inside = _inside(context, builder, one, lower, builder.extract_value(value, k), i)
+            made = builder.insert_value(made, inside, k)
+        return made
+    return value
+
+
+at: Any = intrinsic(_at)
+"""A named tuple of the i-th parts along the first axis of every array in this one, borrowed; what
+is no array stays. Arrays must be C-contiguous, with two axes or more; the index is not checked.
 """

@@ -82,14 +82,22 @@ from training.measures import ABSENT, MET, MISSED, Run
 from training.scenario import Case
 from training.virtual import PULL, tie
 
-READ, TELL = 0, 1
-
 STATE = record(
     f="now pulled",
-    i="choices slots open admitted timers serial coming sessions newest_session oldest_session",
+    i="choices slots open admitted heard tells serial touched coming sessions newest_session "
+    "oldest_session",
 )
-"""Times of the core's last event and of the last pull of token counts, and counters."""
-TIMER = record(f="at measured running waiting share", i="serial kind replica")
+"""Times of the core's last event and of the last pull of token counts, and counters. `heard`
+readings have come to the core, `tells` more are on their way.
+"""
+READ = record(f="at", i="serial")
+"""When a replica is read next; `serial` orders what is due at the same time."""
+TELL = record(f="at measured running waiting share", i="serial replica")
+"""A reading on its way to the core."""
+COUNTED = record(i="preemptions", b="stale")
+"""How far `World.base` of a replica can be trusted: preemptions when it was written, and whether
+streams that have begun do not decode.
+"""
 SESSION = record(i="home newer older")
 """The replica where a session ran last (`NONE`: not remembered), between those sent before and
 after it.
@@ -102,7 +110,13 @@ class World(NamedTuple):
     """
 
     state: Records  # (1,) of STATE
-    timers: Records  # a heap of TIMER by (at, serial)
+    reads: Records  # (m,) of READ; replicas come round in their order
+    tells: Records  # a ring of TELL, first come first
+    ends: Floats  # (m,) when each replica's stretch ends
+    touched: Ints  # (m,) replicas to look at before time goes on, `state.touched` of them
+    is_touched: Mask  # (m,)
+    base: Floats  # (m, S) tokens of an own stream less those of its replica; -inf: not counted
+    counted: Records  # (m,) of COUNTED
     sessions: Records  # of SESSION
     allowed: Mask  # (C, c) routes that reach the quality floor
     length_q: Floats  # (n, Q)
@@ -326,7 +340,6 @@ def commit(
     rt: Routes,
     rules: Rules,
     ph: sim.Physics,
-    dirty: Ints,
     i: int,
     c: int,
     now: float,
@@ -348,6 +361,7 @@ def commit(
         rows[i].arrived + rows[i].e2e,
         now,
     )
+    w.base[d, fl.n_streams[d] - 1] = -np.inf
     release_claim(rows, q, i)
     t = rows[i].tenant
     q.tenants[t].virtual += 1.0 / fl.running.shape[0] * rows[i].work / q.tenants[t].weight
@@ -358,7 +372,16 @@ def commit(
     join_session(w, rows[i].session, p, rules.sessions)
     sim.set_job(ph, i, rows[i].tokens, rows[i].output, NONE if p == d else d, 0, 0)
     sim.enter(ph, p, i, now)
-    dirty[p] = 1
+    touch(w, p)
+
+
+@njit(error_model="numpy")
+def touch(w: World, r: int) -> None:
+    """Replica r got or did something."""
+    if not w.is_touched[r]:
+        w.is_touched[r] = True
+        w.touched[w.state[0].touched] = r
+        w.state[0].touched += 1
 
 
 @njit(error_model="numpy", inline="always")
@@ -375,32 +398,35 @@ def release(
     be: Beliefs,
     rules: Rules,
     ph: sim.Physics,
-    dirty: Ints,
+    fresh: int,
     now: float,
 ) -> None:
-    """Send what fits now, in the present order; shed what waited too long."""
-    if q.total[0].waiting == 0:
-        return
-    for k in range(expired(rows, q, now, b.expired)):
-        i = b.expired[k]
-        last = rows[i].arrived + q.classes[rows[i].class_id].max_wait
-        remove(rows, q, i)
-        if q.classes[rows[i].class_id].sheddable or now >= last:
-            shed(rows, q, w, i)
-        else:
-            rows[i].start_by = last
-            rows[i].expires = last
-            push(rows, q, i)
-    press_claims(rows, q, fl, rt, now)
-    while q.total[0].waiting > 0 and kernels.any_open(
-        win, w.measured_at, q.total[0].least_prompt, now
-    ):
-        load = min(q.total[0].work / fl.running.shape[0], 1.0)
-        n = candidates(rows, q, rules.fairness, rules.alpha_max * load, now, b.who)
+    """Send what fits now, in the present order; shed what waited too long. A `fresh` request that
+    came while nobody waited is looked at alone, and waits where nothing has room.
+    """
+    n, alone = np.int64(0), fresh != NONE
+    if alone:
+        b.who[0] = fresh
+        n = np.int64(1)
+    else:
+        let_go(rows, q, w, b.expired, now)
+        press_claims(rows, q, fl, rt, now)
+    while True:
+        if not alone:
+            if q.total[0].waiting == 0 or not kernels.any_open(
+                win, w.measured_at, q.total[0].least_prompt, now
+            ):
+                break
+            load = min(q.total[0].work / fl.running.shape[0], 1.0)
+            n = candidates(rows, q, rules.fairness, rules.alpha_max * load, now, b.who)
         progress = False
-        while n > 0 and kernels.any_open(win, w.measured_at, q.total[0].least_prompt, now):
+        while n > 0 and (
+            alone or kernels.any_open(win, w.measured_at, q.total[0].least_prompt, now)
+        ):
             k, c, hopeless = choose(kernel, params, b, rows, q, w, fl, rt, be, rules, n, now)
             if k == NONE:
+                if alone:
+                    push(rows, q, fresh)
                 break
             progress = True
             i = b.who[k]
@@ -411,15 +437,32 @@ def release(
             if hopeless:
                 shed(rows, q, w, i)
             else:
-                commit(rows, q, w, fl, rt, rules, ph, dirty, i, c, now)
-        if n > 0 or not progress:
+                commit(rows, q, w, fl, rt, rules, ph, i, c, now)
+        if alone or n > 0 or not progress:
             break
+
+
+@njit(error_model="numpy")
+def let_go(rows: Records, q: Room, w: World, gone: Ints, now: float) -> None:
+    """Requests whose waiting ends now are shed, or held on to the end of their class's patience."""
+    for k in range(expired(rows, q, now, gone)):
+        i = gone[k]
+        last = rows[i].arrived + q.classes[rows[i].class_id].max_wait
+        remove(rows, q, i)
+        if q.classes[rows[i].class_id].sheddable or now >= last:
+            shed(rows, q, w, i)
+        else:
+            rows[i].start_by = last
+            rows[i].expires = last
+            push(rows, q, i)
 
 
 @njit(error_model="numpy")
 def pull(fl: FleetColumns, w: World, ph: sim.Physics, now: float) -> None:
     """Whole tokens of every decoding stream, as `kernels.progress_many` would write them, unless
     they were pulled a moment ago.
+
+    Streams of a replica advance together, so what differs between them stays (`World.base`).
     """
     if now - w.state[0].pulled < PULL:
         return
@@ -427,72 +470,51 @@ def pull(fl: FleetColumns, w: World, ph: sim.Physics, now: float) -> None:
     for r in range(fl.n_streams.shape[0]):
         if fl.n_streams[r] == 0 or ph.replica[r].n_decode == 0:
             continue
-        done = ph.replica[r].steps + sim.steps_done(ph, r, now)
-        some = False
+        done = float(ph.replica[r].steps + sim.tokens_done(ph, r, now))
+        if w.counted[r].stale or w.counted[r].preemptions != ph.replica[r].preemptions:
+            rebase(fl, w, ph, r)
+        more = 0.0
         for k in range(fl.n_streams[r]):
-            j = w.request_of_slot[fl.slot[r, k]]
-            if ph.job[j].state != sim.DECODING or not fl.tokens[r, k] > 0.0:
-                continue
-            count = float(ph.job[j].generated + done - ph.job[j].joined)
+            count = w.base[r, k] + done
             if count > fl.tokens[r, k]:
-                fl.context[r] += count - fl.tokens[r, k]
+                more += count - fl.tokens[r, k]
                 fl.tokens[r, k] = count
-                some = True
-        if some:
+        if more > 0.0:
+            fl.context[r] += more
             kernels.remember(fl, r, now)
 
 
-# ---- timers
-
-
 @njit(error_model="numpy")
-def later(w: World, at: float, kind: int, r: int, load: Floats) -> None:
-    """Add a timer; `load` (4,) goes with it: measured at, running, waiting, share."""
-    w.state[0].serial += 1
-    i = w.state[0].timers
-    w.state[0].timers += 1
-    while i > 0:
-        p = (i - 1) // 2
-        if w.timers[p].at <= at:
-            break
-        w.timers[i] = w.timers[p]
-        i = p
-    timer = w.timers[i]
-    timer.at = at
-    timer.serial = w.state[0].serial
-    timer.kind = kind
-    timer.replica = r
-    timer.measured = load[0]
-    timer.running = load[1]
-    timer.waiting = load[2]
-    timer.share = load[3]
+def rebase(fl: FleetColumns, w: World, ph: sim.Physics, r: int) -> None:
+    """Write anew which streams of replica r decode, and from where they count."""
+    w.counted[r].preemptions = ph.replica[r].preemptions
+    w.counted[r].stale = False
+    for k in range(fl.n_streams[r]):
+        w.base[r, k] = -np.inf
+        if not fl.tokens[r, k] > 0.0:
+            continue
+        j = w.request_of_slot[fl.slot[r, k]]
+        if ph.job[j].state == sim.DECODING:
+            w.base[r, k] = float(ph.job[j].generated - ph.job[j].joined)
+        else:
+            w.counted[r].stale = True
 
 
-@njit(error_model="numpy")
-def sooner(w: World, a: int, b: int) -> bool:
-    """Whether timer a goes off before b."""
-    return w.timers[a].at < w.timers[b].at or (
-        w.timers[a].at == w.timers[b].at and w.timers[a].serial < w.timers[b].serial
-    )
+# ---- readings
 
 
-@njit(error_model="numpy")
-def pop_timer(w: World) -> None:
-    """Drop the first timer."""
-    n = w.state[0].timers - 1
-    w.state[0].timers = n
-    i = 0
-    while True:
-        c = 2 * i + 1
-        if c >= n:
-            break
-        if c + 1 < n and sooner(w, c + 1, c):
-            c += 1
-        if sooner(w, n, c):
-            break
-        w.timers[i] = w.timers[c]
-        i = c
-    w.timers[i] = w.timers[n]
+@njit(error_model="numpy", inline="always")
+def read(w: World, ph: sim.Physics, r: int, rules: Rules, load: Floats) -> None:
+    """Replica r shows its metrics; the core hears of them later, and they are read again."""
+    now = w.reads[r].at
+    sim.reading_into(ph, r, now, load)
+    state = w.state
+    tell = w.tells[(state[0].heard + state[0].tells) % w.tells.shape[0]]
+    state[0].serial += 2
+    state[0].tells += 1
+    tell.at, tell.serial, tell.replica = now + rules.delay, state[0].serial - 1, r
+    tell.measured, tell.running, tell.waiting, tell.share = now, load[0], load[1], load[2]
+    w.reads[r].at, w.reads[r].serial = now + rules.every, state[0].serial
 
 
 # ---- requests that follow others
@@ -571,15 +593,28 @@ def wake_at(rows: Records, q: Room, w: World) -> float:
 
 @njit(error_model="numpy", inline="always")
 def happened(
-    rows: Records, w: World, fl: FleetColumns, rt: Routes, kind: int, i: int, now: float
+    rows: Records,
+    w: World,
+    fl: FleetColumns,
+    rt: Routes,
+    ph: sim.Physics,
+    kind: int,
+    i: int,
+    now: float,
 ) -> None:
     """Request i gave its first token, or its last."""
     d, p = rt.decode[rows[i].route], rt.prefill[rows[i].route]
+    k = kernels.position(fl, d, rows[i].slot)
     if kind == sim.FIRST_TOKEN:
         rows[i].first = now
         kernels.first_token(fl, d, p, rows[i].slot, now)
+        if ph.job[i].state == sim.DECODING:
+            w.base[d, k] = float(ph.job[i].generated - ph.job[i].joined)
+        elif ph.job[i].state == sim.MOVING:
+            w.counted[d].stale = True
         return
     rows[i].last = now
+    w.base[d, k] = w.base[d, fl.n_streams[d] - 1]
     kernels.unbook(fl, d, p, rows[i].slot, now)
     pace = 0.0
     if rows[i].output > 1:
@@ -628,28 +663,34 @@ def _live(
     params, b, rows, q, w = borrowed(params), borrowed(b), borrowed(rows), borrowed(q), borrowed(w)
     fl, win, speeds, rt = borrowed(fl), borrowed(win), borrowed(speeds), borrowed(rt)
     be, ph = borrowed(be), borrowed(ph)
-    one = np.int64(1)
     n, m = rows.shape[0], fl.running.shape[0]
     width = 2 * ph.heap_job.shape[1]
     kinds, jobs = np.zeros(width, np.int64), np.zeros(width, np.int64)
     event, events = 0, 0
-    dirty = np.zeros(m, np.int64)
-    load = np.zeros(4)
+    load = np.zeros(3)
     now = -np.inf
+    reader, place, ring = np.int64(0), np.int64(0), w.tells.shape[0]
     root = 0
     while root < n and not rows[root].root:
         root += 1
     for r in range(m):
-        later(w, rules.every * r / m, READ, r, load)
+        w.reads[r].at, w.reads[r].serial = rules.every * r / m, r
+    w.state[0].serial = m
     while True:
         look = False  # whether the core looks for what may be sent
+        fresh = np.int64(NONE)  # the request that came, if it need not wait for others
         if event < events:
             hear(q, w, fl, ph, now)
-            happened(rows, w, fl, rt, kinds[event], jobs[event], now)
+            happened(rows, w, fl, rt, ph, kinds[event], jobs[event], now)
             event += 1
             look = True
         else:
-            at, r = sim.next_event(ph)
+            at, r = w.ends[0], np.int64(0)
+            for k in range(1, m):
+                if w.ends[k] < at:
+                    at, r = w.ends[k], np.int64(k)
+            if ph.n_moving[0] > 0 and ph.ready_at[0] < at:
+                at, r = ph.ready_at[0], np.int64(NONE)
             arrival = rows[root].arrival if root < n else np.inf
             follows = w.state[0].coming > 0 and (
                 w.coming_at[0] < arrival or (w.coming_at[0] == arrival and w.coming[0] < root)
@@ -658,33 +699,36 @@ def _live(
                 arrival = w.coming_at[0]
             if arrival == np.inf and w.state[0].open == 0 and at == np.inf:
                 break
-            timer = w.timers[0].at
+            timer, told = w.reads[reader].at, False
+            if w.state[0].tells > 0 and w.tells[place].at <= timer:
+                told = w.tells[place].at < timer or w.tells[place].serial < w.reads[reader].serial
+                timer = w.tells[place].at
             wake = wake_at(rows, q, w) if q.total[0].waiting > 0 else np.inf
             now = min(at, timer, wake, arrival)
             if at == now:
                 event, events = 0, 0
                 if r == NONE:
                     sim.deliver(ph, kinds, jobs)
-                    dirty[ph.job[jobs[0]].where] = 1
+                    touch(w, ph.job[jobs[0]].where)
                 else:
                     events = sim.fire(ph, r, kinds, jobs)
-                    dirty[r] = 1
+                    touch(w, r)
             elif timer == now:
-                kind, r = w.timers[0].kind, w.timers[0].replica
-                load[0], load[1] = w.timers[0].measured, w.timers[0].running
-                load[2], load[3] = w.timers[0].waiting, w.timers[0].share
-                pop_timer(w)
-                if kind == READ:
-                    sim.reading_into(ph, r, now, load[1:])
-                    load[0] = now
-                    later(w, now + rules.delay, TELL, r, load)
-                    later(w, now + rules.every, READ, r, load)
-                else:
+                if told:
                     hear(q, w, fl, ph, now)
-                    if load[0] >= w.measured_at[r]:
-                        w.measured_at[r] = load[0]
-                        kernels.merge_reading(fl, r, load[0], load[1], load[2], load[3])
+                    tell = w.tells[place]
+                    place = place + 1 if place + 1 < ring else np.int64(0)
+                    w.state[0].tells -= 1
+                    w.state[0].heard += 1
+                    if tell.measured >= w.measured_at[tell.replica]:
+                        w.measured_at[tell.replica] = tell.measured
+                        kernels.merge_reading(
+                            fl, tell.replica, tell.measured, tell.running, tell.waiting, tell.share
+                        )
                         look = True
+                else:
+                    read(w, ph, reader, rules, load)
+                    reader = reader + 1 if reader + 1 < m else np.int64(0)
             elif wake == now:
                 hear(q, w, fl, ph, now)
                 look = True
@@ -704,27 +748,21 @@ def _live(
                     continue
                 w.state[0].open += 1
                 admit(rows, q, w, speeds, rt, i)
-                look = q.total[0].waiting > 0
-                b.who[0] = i
-                k, c, hopeless = NONE, NONE, False
-                if not look:
-                    k, c, hopeless = choose(
-                        kernel, params, b, rows, q, w, fl, rt, be, rules, one, now
-                    )
-                if k == NONE:
+                if q.total[0].waiting > 0:
                     push(rows, q, i)
-                elif hopeless:
-                    shed(rows, q, w, i)
+                    look = True
                 else:
-                    commit(rows, q, w, fl, rt, rules, ph, dirty, i, c, now)
-        if look and q.total[0].waiting > 0:
-            release(kernel, params, b, rows, q, w, fl, win, rt, be, rules, ph, dirty, now)
+                    fresh = i
+        if fresh != NONE or (look and q.total[0].waiting > 0):
+            release(kernel, params, b, rows, q, w, fl, win, rt, be, rules, ph, fresh, now)
         if event == events:
-            for k in range(m):
-                if dirty[k] != 0:
-                    dirty[k] = 0
-                    if ph.replica[k].stretch == 0:
-                        sim.plan(ph, k, now)
+            for k in range(w.state[0].touched):
+                r = w.touched[k]
+                w.is_touched[r] = False
+                if ph.replica[r].stretch == 0:
+                    sim.plan(ph, r, now)
+                w.ends[r] = ph.replica[r].end
+            w.state[0].touched = 0
     return w.state[0].open + q.total[0].waiting
 
 
@@ -856,7 +894,13 @@ def _world(case: Case, routes: Routes, sessions: int, length_q: Floats) -> World
     state["newest_session"] = state["oldest_session"] = homes["home"] = NONE
     return World(
         state=state,
-        timers=np.zeros(m * (4 + ceil(metrics.delay / metrics.every)) + 8, TIMER),
+        reads=np.zeros(m, READ),
+        tells=np.zeros(m * (2 + ceil(metrics.delay / metrics.every)), TELL),
+        ends=np.full(m, np.inf),
+        touched=np.zeros(m, np.int64),
+        is_touched=np.zeros(m, np.bool_),
+        base=np.full((m, max(r.profile.max_seqs for r in case.believed.replicas)), -np.inf),
+        counted=np.zeros(m, COUNTED),
         sessions=homes,
         allowed=allowed,
         length_q=length_q,

@@ -12,6 +12,19 @@ prefill budget (`chunk` tokens) first come, first served; its time is that of
    is admitted if its whole prompt fits. Leading prompt blocks found in the prefix cache are shared
    and not computed; at least one token always is.
 
+What `Profile` may switch on, nothing of it by default:
+
+- *Speculation* (`spec_tokens` k, `spec_acceptance` a, `spec_batch`). A step that begins with at
+  most `spec_batch` decoding sequences drafts k tokens for each and gives each
+  E = (1 - a^(k+1)) / (1 - a) tokens on average: whole ones, evenly, the same for all; what is left
+  over is the replica's credit, below one token, priced with the contexts. E is kept in parts of
+  2^-16. Room is asked for k + 1 tokens. A sequence ends with the step that reaches its length.
+- *Uneven contexts* (`per_uneven`): attention waits for the longest sequence, so memory time grows
+  with (sequences x longest context - sum of contexts).
+- *Adapters* (`lora_slots`, `lora_load`): a job that needs one is admitted when it is resident or
+  a slot can be had: an empty one, else that of the adapter no running job uses, whose last job was
+  admitted longest ago. A load takes `lora_load` seconds of the step that admits the job.
+
 At its end (`fire`) decoding sequences have one token more, and a prompt that is complete has given
 one. Blocks of the prompt become shareable once computed; a block computed twice is kept once. An
 abort takes effect at the end of the running step, an arrival joins the next one.
@@ -47,6 +60,8 @@ Links = NDArray[np.int32]
 Records = NDArray[np.void]
 
 NONE = -1
+ONE = 1 << 16
+"""A whole token in the units of `gain` and `credit`."""
 ORDER_BITS = 24
 """Low bits of a heap key: sequences that end with the same step end in order of admission."""
 PAGE = 16
@@ -54,7 +69,8 @@ PAGE = 16
 
 PROFILE_FIELDS = (
     "overhead", "weights", "per_sequence", "per_context", "per_token", "per_attention", "experts",
-    "expert_tokens", "chunk", "max_seqs", "max_context",
+    "expert_tokens", "chunk", "max_seqs", "max_context", "per_uneven", "spec_tokens", "spec_batch",
+    "spec_draft", "lora_slots", "lora_load",
 )  # fmt: skip
 # states of a job
 ABSENT, WAITING, PREFILLING, DECODING, MOVING, DONE = 0, 1, 2, 3, 4, 5
@@ -67,13 +83,18 @@ REPLICA = np.dtype(
         # profile: seconds and tokens as in `Profile`
         *((name, np.float64) for name in (
             "overhead", "weights", "per_sequence", "per_context", "per_token", "per_attention",
-            "experts", "expert_tokens")),
-        *((name, np.int64) for name in ("chunk", "max_seqs", "max_context", "pages")),
+            "experts", "expert_tokens", "per_uneven", "spec_draft", "lora_load")),
+        *((name, np.int64) for name in (
+            "chunk", "max_seqs", "max_context", "pages", "spec_tokens", "spec_batch",
+            "lora_slots")),
+        ("spec_gain", np.int64),  # 2^-16 tokens that a speculating step gives a sequence
         ("up", np.int64),
         ("clock", np.float64),  # when the present stretch began
         ("end", np.float64),  # when it ends; inf when idle
         ("stretch", np.int64),  # its steps
-        ("steps", np.int64),  # done before it
+        ("steps", np.int64),  # tokens given to each decoding sequence before it
+        ("gain", np.int64),  # 2^-16 tokens that a step of the present stretch gives
+        ("credit", np.int64),  # 2^-16 tokens, below one, not given yet
         ("base", np.float64),  # s
         ("memory_0", np.float64),
         ("memory_1", np.float64),
@@ -89,6 +110,8 @@ REPLICA = np.dtype(
         ("oldest", np.int64),  # block at the ends of the list of those
         ("newest", np.int64),
         ("admitted", np.int64),  # admissions so far
+        ("resident", np.int64),  # adapters in memory
+        ("loading", np.int64),  # adapters that the next step loads
         ("head", np.int64),  # of the queue
         ("tail", np.int64),
         ("n_waiting", np.int64),
@@ -118,13 +141,16 @@ JOB = np.dtype(
         ("next_job", np.int64),
         ("previous_job", np.int64),
         ("began", np.float64),  # s, start of prefill
+        ("adapter", np.int64),  # NONE: the plain model
     ]
 )
 """One job: a request on its way through a replica, or through two."""
 
 
 class Physics(NamedTuple):
-    """State of m replicas, N jobs and B prefix blocks; S sequences a replica, P tokens a page."""
+    """State of m replicas, N jobs, B prefix blocks and A adapters; S sequences a replica, P tokens
+    a page.
+    """
 
     replica: Records  # (m,) of REPLICA
     job: Records  # (N,) of JOB
@@ -138,6 +164,9 @@ class Physics(NamedTuple):
     older: Links
     newer: Links
     blocks: Ints  # prefix block numbers that jobs point into
+    # adapters, (m, A): running jobs that use it, NONE where not resident; admission of its last job
+    adapter_users: Ints
+    adapter_last: Ints
     # jobs on their way between replicas, a heap, (N,) and (1,)
     ready_at: Floats
     ready_job: Ints
@@ -146,7 +175,8 @@ class Physics(NamedTuple):
     move_per_token: float
     move_latency: float
     layers: float
-    page: int
+    page: int  # a power of two
+    page_shift: int  # its logarithm
     block: int  # tokens of a prefix block
     block_pages: int
 
@@ -160,11 +190,13 @@ def physics(
     move_per_token: float = 2.0e-6,
     move_latency: float = 1.0e-3,
     layers: int = 40,
+    adapters: int = 0,
 ) -> Physics:
     """Idle replicas with room for `jobs` jobs.
 
     `blocks` are prefix block numbers, dense from 0, that jobs point into; `move_per_token` and
-    `move_latency` in seconds, of the link between prefill and decode replicas.
+    `move_latency` in seconds, of the link between prefill and decode replicas. `adapters`: how many
+    different ones jobs may name (`set_adapter`).
     Raises: ValueError where the prefix blocks are no whole tokens.
     """
     if block_tokens != int(block_tokens) or block_tokens < 1:
@@ -179,13 +211,17 @@ def physics(
         for name in PROFILE_FIELDS:
             state[name][r] = getattr(spec.profile, name)
         state["pages"][r] = int(spec.profile.kv_capacity // page)
+        state["spec_gain"][r] = speculative_gain(
+            spec.profile.spec_tokens, spec.profile.spec_acceptance
+        )
+    state["gain"] = ONE
     state["up"] = 1
     state["end"] = np.inf
     state["free"] = state["pages"]
     for name in ("partial", "oldest", "newest", "head", "tail"):
         state[name] = NONE
     job = np.zeros(jobs, JOB)
-    for name in ("decode_on", "where", "hits", "next_job", "previous_job"):
+    for name in ("decode_on", "where", "hits", "next_job", "previous_job", "adapter"):
         job[name] = NONE
 
     def grid(columns: int) -> Ints:
@@ -206,6 +242,8 @@ def physics(
         older=links(),
         newer=links(),
         blocks=known,
+        adapter_users=np.full((m, adapters), NONE, np.int64),
+        adapter_last=np.zeros((m, adapters), np.int64),
         ready_at=np.zeros(jobs),
         ready_job=np.zeros(jobs, np.int64),
         n_moving=np.zeros(1, np.int64),
@@ -213,9 +251,19 @@ def physics(
         move_latency=float(move_latency),
         layers=float(layers),
         page=page,
+        page_shift=page.bit_length() - 1,
         block=block,
         block_pages=block // page,
     )
+
+
+def speculative_gain(tokens: int, acceptance: float) -> int:
+    """Tokens that a speculating step gives a sequence on average, in parts of 2^-16.
+
+    (1 - a^(k+1)) / (1 - a) for k drafted tokens, each accepted with chance a while all before it
+    were (Leviathan et al., 2023); k + 1 where a is 1.
+    """
+    return round(sum(acceptance**i for i in range(tokens + 1)) * ONE)
 
 
 # ---- stretches
@@ -247,18 +295,53 @@ def span(ph: Physics, r: int, k: int) -> float:
 
 
 @njit(cache=True, error_model="numpy")
-def steps_done(ph: Physics, r: int, now: float) -> int:
-    """Whole steps of the present stretch that have ended by `now`."""
-    low, high = 0, ph.replica[r].stretch
-    if now >= ph.replica[r].end:
-        return high
-    while high - low > 1:
-        mid = (low + high) // 2
-        if ph.replica[r].clock + span(ph, r, mid) <= now:
-            low = mid
+def steps_before(ph: Physics, r: int, now: float, inclusive: bool) -> int:
+    """How many steps of the present stretch, all but its last at most, end before `now`, or by it
+    if `inclusive`.
+
+    The root of the parabola that the higher line gives is the first guess; the sums decide.
+    """
+    low, high = np.int64(0), ph.replica[r].stretch
+    if high <= 1:
+        return low
+    t = now - ph.replica[r].clock
+    if ph.replica[r].memory_0 >= ph.replica[r].compute_0:
+        first, slope = ph.replica[r].memory_0, ph.replica[r].memory_1
+    else:
+        first, slope = ph.replica[r].compute_0, ph.replica[r].compute_1
+    first += ph.replica[r].base - 0.5 * slope
+    root = first * first + 2.0 * slope * t
+    guess = 2.0 * t / (first + np.sqrt(max(root, 0.0)))
+    k, jump = low + 1, np.int64(1)
+    k = max(np.int64(guess), k) if guess < high else high - 1
+    while True:
+        at = ph.replica[r].clock + span(ph, r, k)
+        if at < now or (inclusive and at == now):
+            low = k
+            if high - low <= 1:
+                return low
+            k = low + min(jump, (high - low) // 2)
         else:
-            high = mid
-    return low
+            high = k
+            if high - low <= 1:
+                return low
+            k = high - min(jump, (high - low) // 2)
+        jump *= 2
+
+
+@njit(cache=True, error_model="numpy")
+def gained(ph: Physics, r: int, k: int) -> int:
+    """Tokens that k steps of the present stretch give each decoding sequence."""
+    return (ph.replica[r].credit + k * ph.replica[r].gain) >> 16
+
+
+@njit(cache=True, error_model="numpy")
+def tokens_done(ph: Physics, r: int, now: float) -> int:
+    """Tokens that the present stretch has given each decoding sequence by `now`."""
+    k = ph.replica[r].stretch
+    if now < ph.replica[r].end:
+        k = steps_before(ph, r, now, True)
+    return gained(ph, r, k)
 
 
 @njit(cache=True, error_model="numpy")
@@ -266,15 +349,9 @@ def truncate(ph: Physics, r: int, now: float) -> None:
     """End the present stretch with the step that runs at `now`."""
     if ph.replica[r].stretch <= 1:
         return
-    low, high = 0, ph.replica[r].stretch
-    while high - low > 1:
-        mid = (low + high) // 2
-        if ph.replica[r].clock + span(ph, r, mid) < now:
-            low = mid
-        else:
-            high = mid
-    ph.replica[r].stretch = high
-    ph.replica[r].end = ph.replica[r].clock + span(ph, r, high)
+    k = steps_before(ph, r, now, False) + 1
+    ph.replica[r].stretch = k
+    ph.replica[r].end = ph.replica[r].clock + span(ph, r, k)
 
 
 # ---- pages and prefix blocks
@@ -283,16 +360,23 @@ def truncate(ph: Physics, r: int, now: float) -> None:
 @njit(cache=True, error_model="numpy")
 def pages_for(ph: Physics, tokens: int) -> int:
     """Pages that hold this many tokens."""
-    return (tokens + ph.page - 1) // ph.page
+    return (tokens + ph.page - 1) >> ph.page_shift
 
 
 @njit(cache=True, error_model="numpy")
 def growth(ph: Physics, r: int, k: int) -> int:
-    """Pages that k decode steps take."""
-    pages = ph.replica[r].n_decode * (k // ph.page)
-    for j in range(k % ph.page):
-        pages += ph.phase[r, (-(ph.replica[r].steps + j)) % ph.page]
+    """Pages that k more tokens for every decoding sequence take."""
+    pages = ph.replica[r].n_decode * (k >> ph.page_shift)
+    at = -ph.replica[r].steps
+    for i in range(k & (ph.page - 1)):
+        pages += ph.phase[r, (at - i) & (ph.page - 1)]
     return pages
+
+
+@njit(cache=True, error_model="numpy")
+def ahead(ph: Physics, r: int) -> int:
+    """Tokens for which a step asks room beforehand."""
+    return ph.replica[r].spec_tokens + 1
 
 
 @njit(cache=True, error_model="numpy")
@@ -353,6 +437,8 @@ def private_tokens(ph: Physics, j: int) -> int:
 def release_room(ph: Physics, r: int, j: int) -> None:
     """Give back job j's pages and blocks; later blocks are evicted before earlier ones."""
     ph.replica[r].free += pages_for(ph, private_tokens(ph, j))
+    if ph.job[j].adapter != NONE and ph.replica[r].lora_slots > 0:
+        ph.adapter_users[r, ph.job[j].adapter] -= 1
     for k in range(ph.job[j].shared - 1, -1, -1):
         b = ph.blocks[ph.job[j].block_low + k]
         ph.holders[r, b] -= 1
@@ -471,7 +557,7 @@ def join(ph: Physics, r: int, j: int) -> None:
     ph.replica[r].n_decode = n + 1
     sift_up(ph, r, n)
     ph.replica[r].context += ph.job[j].prompt + ph.job[j].generated
-    ph.phase[r, (ph.job[j].target - ph.replica[r].steps) % ph.page] += 1
+    ph.phase[r, (ph.job[j].target - ph.replica[r].steps) & (ph.page - 1)] += 1
 
 
 @njit(cache=True, error_model="numpy")
@@ -482,7 +568,7 @@ def leave(ph: Physics, r: int, i: int) -> None:
     `phase`, since a block is a whole number of pages.
     """
     j = ph.heap_job[r, i]
-    ph.phase[r, (ph.job[j].target - ph.job[j].joined) % ph.page] -= 1
+    ph.phase[r, (ph.job[j].target - ph.job[j].joined) & (ph.page - 1)] -= 1
     ph.job[j].generated += ph.replica[r].steps - ph.job[j].joined
     ph.replica[r].context -= ph.job[j].prompt + ph.job[j].generated
     n = ph.replica[r].n_decode - 1
@@ -525,6 +611,36 @@ def preempt_last(ph: Physics, r: int) -> None:
 
 
 @njit(cache=True, error_model="numpy")
+def idle_adapter(ph: Physics, r: int) -> int:
+    """The resident adapter that no running job uses, least recently used; NONE if there is none."""
+    best = np.int64(NONE)
+    for a in range(ph.adapter_users.shape[1]):
+        if ph.adapter_users[r, a] != 0:
+            continue
+        if best == NONE or ph.adapter_last[r, a] < ph.adapter_last[r, best]:
+            best = a
+    return best
+
+
+@njit(cache=True, error_model="numpy")
+def use_adapter(ph: Physics, r: int, a: int, order: int) -> bool:
+    """One more running job uses adapter a, loaded if need be; False if no slot can be had."""
+    if ph.adapter_users[r, a] == NONE:
+        if ph.replica[r].resident < ph.replica[r].lora_slots:
+            ph.replica[r].resident += 1
+        else:
+            out = idle_adapter(ph, r)
+            if out == NONE:
+                return False
+            ph.adapter_users[r, out] = NONE
+        ph.adapter_users[r, a] = 0
+        ph.replica[r].loading += 1
+    ph.adapter_users[r, a] += 1
+    ph.adapter_last[r, a] = order
+    return True
+
+
+@njit(cache=True, error_model="numpy")
 def admit_head(ph: Physics, r: int, now: float) -> int:
     """Admit the head of the queue if its prompt fits; returns it, or NONE."""
     j = ph.replica[r].head
@@ -542,8 +658,11 @@ def admit_head(ph: Physics, r: int, now: float) -> int:
             hit += 1
     own = ph.job[j].target - hit * ph.block
     need = pages_for(ph, own)
-    grows = 1 if moved and own % ph.page == 0 else 0
-    if need + grows + growth(ph, r, 1) > available(ph, r) - idle * ph.block_pages:
+    grows = pages_for(ph, own + ahead(ph, r)) - need if moved else 0
+    if need + grows + growth(ph, r, ahead(ph, r)) > available(ph, r) - idle * ph.block_pages:
+        return NONE
+    named = ph.job[j].adapter != NONE and ph.replica[r].lora_slots > 0
+    if named and not use_adapter(ph, r, ph.job[j].adapter, ph.replica[r].admitted):
         return NONE
     queue_remove(ph, r, j)
     for k in range(hit):
@@ -576,7 +695,8 @@ def plan(ph: Physics, r: int, now: float) -> None:
     if ph.replica[r].up == 0:
         return
     preempted = False
-    while ph.replica[r].n_decode > 0 and growth(ph, r, 1) > available(ph, r):
+    ph.replica[r].loading = 0
+    while ph.replica[r].n_decode > 0 and growth(ph, r, ahead(ph, r)) > available(ph, r):
         preempt_last(ph, r)
         preempted = True
     budget = ph.replica[r].chunk
@@ -613,32 +733,77 @@ def plan(ph: Physics, r: int, now: float) -> None:
             j = ph.prefill[r, 0]
             k = max((ph.job[j].target - ph.job[j].computed - 1) // ph.replica[r].chunk, 1)
             grows = tokens * ph.replica[r].chunk
+    if ph.replica[r].loading > 0:
+        k = np.int64(1)
     n = ph.replica[r].n_decode
-    if n > 0:
-        k = min(k, (ph.heap_key[r, 0] >> ORDER_BITS) - ph.replica[r].steps)
-        if growth(ph, r, k) > available(ph, r):
-            low, high = np.int64(1), k
-            while high - low > 1:
-                mid = (low + high) // 2
-                if growth(ph, r, mid) <= available(ph, r):
-                    low = mid
-                else:
-                    high = mid
-            k = low
     ph.replica[r].base = ph.replica[r].overhead + ph.replica[r].per_sequence * n
-    ph.replica[r].base += (
-        ph.replica[r].experts * (n + tokens) / (n + tokens + ph.replica[r].expert_tokens)
-    )
+    ph.replica[r].base += ph.replica[r].lora_load * ph.replica[r].loading
     ph.replica[r].memory_0 = (
         ph.replica[r].weights + ph.replica[r].per_context * ph.replica[r].context
     )
     ph.replica[r].memory_1 = ph.replica[r].per_context * n
+    ph.replica[r].gain = ONE
+    verified = n
+    if ph.replica[r].spec_tokens > 0:
+        if n <= ph.replica[r].spec_batch:
+            ph.replica[r].gain = ph.replica[r].spec_gain
+            verified = n * ahead(ph, r)
+            if n > 0:
+                ph.replica[r].base += ph.replica[r].spec_draft * ph.replica[r].spec_tokens
+        ph.replica[r].memory_0 += ph.replica[r].per_context * n * ph.replica[r].credit / ONE
+        ph.replica[r].memory_1 *= ph.replica[r].gain / ONE
+    if ph.replica[r].experts > 0.0:
+        ph.replica[r].base += (
+            ph.replica[r].experts
+            * (verified + tokens)
+            / (verified + tokens + ph.replica[r].expert_tokens)
+        )
+    if ph.replica[r].per_uneven > 0.0:
+        ph.replica[r].memory_0 += ph.replica[r].per_uneven * unevenness(ph, r)
     ph.replica[r].compute_0 = (
-        ph.replica[r].per_token * (n + tokens) + ph.replica[r].per_attention * pairs
+        ph.replica[r].per_token * (verified + tokens) + ph.replica[r].per_attention * pairs
     )
     ph.replica[r].compute_1 = ph.replica[r].per_attention * grows
+    if n > 0:
+        k = min(k, steps_to_give(ph, r, (ph.heap_key[r, 0] >> ORDER_BITS) - ph.replica[r].steps))
+        room = available(ph, r)
+        most = n * ((gained(ph, r, k) + ahead(ph, r)) >> ph.page_shift) + n  # pages, rounded up
+        if most > room and not enough(ph, r, k, room):
+            low, high = np.int64(1), k
+            while high - low > 1:
+                mid = (low + high) // 2
+                if enough(ph, r, mid, room):
+                    low = mid
+                else:
+                    high = mid
+            k = low
     ph.replica[r].stretch = k
     ph.replica[r].end = now + span(ph, r, k)
+
+
+@njit(cache=True, error_model="numpy")
+def steps_to_give(ph: Physics, r: int, tokens: int) -> int:
+    """Steps of the present stretch's gain after which each sequence has so many tokens more."""
+    if ph.replica[r].gain == ONE:
+        return tokens
+    return ((tokens << 16) - ph.replica[r].credit + ph.replica[r].gain - 1) // ph.replica[r].gain
+
+
+@njit(cache=True, error_model="numpy")
+def enough(ph: Physics, r: int, k: int, room: int) -> bool:
+    """Whether `room` pages do for the k-th step to begin."""
+    return growth(ph, r, gained(ph, r, k - 1) + ahead(ph, r)) <= room
+
+
+@njit(cache=True, error_model="numpy")
+def unevenness(ph: Physics, r: int) -> float:
+    """Decoding sequences x longest context - sum of contexts, in tokens."""
+    longest = np.int64(0)
+    for i in range(ph.replica[r].n_decode):
+        j = ph.heap_job[r, i]
+        context = ph.job[j].prompt + ph.job[j].generated + ph.replica[r].steps - ph.job[j].joined
+        longest = max(longest, context)
+    return ph.replica[r].n_decode * longest - ph.replica[r].context
 
 
 # ---- what callers use
@@ -662,6 +827,13 @@ def set_job(
     ph.job[j].shared = 0
     ph.job[j].hits = NONE
     ph.job[j].began = np.inf
+    ph.job[j].adapter = NONE
+
+
+@njit(cache=True, error_model="numpy")
+def set_adapter(ph: Physics, j: int, adapter: int) -> None:
+    """Job j, just set, needs this adapter."""
+    ph.job[j].adapter = adapter
 
 
 @njit(cache=True, error_model="numpy")
@@ -797,10 +969,12 @@ def fire(ph: Physics, r: int, kinds: Ints, jobs: Ints) -> int:
     ph.replica[r].clock = now
     ph.replica[r].stretch = 0
     ph.replica[r].end = np.inf
+    given = gained(ph, r, k)
     if ph.replica[r].n_decode > 0:
-        take_pages(ph, r, growth(ph, r, k))
-    ph.replica[r].steps += k
-    ph.replica[r].context += ph.replica[r].n_decode * k
+        take_pages(ph, r, growth(ph, r, given))
+        ph.replica[r].credit = (ph.replica[r].credit + k * ph.replica[r].gain) & (ONE - 1)
+        ph.replica[r].steps += given
+        ph.replica[r].context += ph.replica[r].n_decode * given
     count = 0
     for i in range(ph.replica[r].n_doomed):
         drop_doomed(ph, r, ph.doomed[r, i], k)
@@ -892,8 +1066,11 @@ def kill(ph: Physics, r: int, now: float, jobs: Ints) -> int:
     ph.replica[r].partial = NONE
     ph.replica[r].oldest = NONE
     ph.replica[r].newest = NONE
+    ph.replica[r].credit = 0
+    ph.replica[r].resident = 0
     ph.phase[r, :] = 0
     ph.holders[r, :] = NONE
+    ph.adapter_users[r, :] = NONE
     return count
 
 
@@ -909,7 +1086,7 @@ def tokens_out(ph: Physics, j: int, now: float) -> int:
     given = ph.job[j].generated
     if ph.job[j].state == DECODING:
         r = ph.job[j].where
-        given += ph.replica[r].steps - ph.job[j].joined + steps_done(ph, r, now)
+        given += ph.replica[r].steps - ph.job[j].joined + tokens_done(ph, r, now)
     return given
 
 
@@ -920,7 +1097,7 @@ def progress_into(ph: Physics, now: float, replicas: Ints, jobs: Ints, counts: I
     for r in range(len(ph.replica)):
         if ph.replica[r].n_decode == 0:
             continue
-        done = ph.replica[r].steps + steps_done(ph, r, now)
+        done = ph.replica[r].steps + tokens_done(ph, r, now)
         for i in range(ph.replica[r].n_decode):
             j = ph.heap_job[r, i]
             replicas[n] = r
@@ -947,10 +1124,9 @@ def next_step(ph: Physics, r: int, now: float) -> float:
     """When the step that runs at `now` ends; inf when idle."""
     if ph.replica[r].stretch == 0:
         return np.inf
-    done = steps_done(ph, r, now)
-    if done >= ph.replica[r].stretch:
+    if now >= ph.replica[r].end:
         return ph.replica[r].end
-    return ph.replica[r].clock + span(ph, r, done + 1)
+    return ph.replica[r].clock + span(ph, r, steps_before(ph, r, now, True) + 1)
 
 
 @njit(cache=True, error_model="numpy")
@@ -961,6 +1137,6 @@ def reading_into(ph: Physics, r: int, now: float, out: Floats) -> None:
     replica = ph.replica[r]
     out[0] = replica.n_decode + replica.n_prefill
     out[1] = replica.n_waiting
-    taken = growth(ph, r, steps_done(ph, r, now)) if replica.n_decode > 0 else 0
+    taken = growth(ph, r, tokens_done(ph, r, now)) if replica.n_decode > 0 else 0
     room = replica.free + replica.evictable * ph.block_pages - taken
     out[2] = 1.0 - room / max(replica.pages, 1)

@@ -25,6 +25,7 @@ class Job:
     began: float | None = None
     gone: float = 0.0  # when its client left, 0 while it is there
     lost: float | None = None
+    adapter: int | None = None
     moved: bool = False
     decoding: bool = False
 
@@ -51,6 +52,13 @@ class Engine:
         self.work: dict[Job, int] = {}
         self.up = True
         self.preemptions = 0
+        self.credit = 0  # parts of 2^-16 token
+        self.gain = 0  # tokens that the running step gives
+        self.adapters: OrderedDict[int, None] = OrderedDict()  # resident, by last admission
+        self.loads = 0
+        a = profile.spec_acceptance
+        even = profile.spec_tokens + 1 if a == 1 else (1 - a ** (profile.spec_tokens + 1)) / (1 - a)
+        self.parts = round(even * 65536)
 
     def own_pages(self, job, tokens):
         """Pages of its own that a job needs for this many tokens."""
@@ -93,7 +101,7 @@ class Engine:
     def growing(self):
         """Pages that the next decode step takes."""
         return sum(
-            self.own_pages(j, j.done + 1) - self.own_pages(j, j.done)
+            self.own_pages(j, j.done + self.p.spec_tokens + 1) - self.own_pages(j, j.done)
             for j in self.running
             if j.decoding
         )
@@ -111,7 +119,7 @@ class Engine:
             self.queue.insert(0, last)
             self.preemptions += 1
             preempted = True
-        budget = self.p.chunk
+        budget, before = self.p.chunk, self.loads
         for j in self.running:
             if not j.decoding:
                 self.work[j] = min(budget, j.goal - j.done)
@@ -127,10 +135,12 @@ class Engine:
                     hit.append(b)
             tokens = j.done if moved else j.goal
             need = -(-(tokens - len(hit) * self.block) // self.page)
-            if moved and tokens % self.page == 0:
-                need += 1
+            if moved:
+                need = -(-(tokens + self.p.spec_tokens + 1) // self.page)
             pinned = sum(self.block // self.page for b in hit if self.cache[b] == 0)
             if need + self.growing() > self.room() - pinned:
+                break
+            if self.p.lora_slots and j.adapter is not None and not self.seat(j.adapter):
                 break
             self.queue.pop(0)
             for b in hit:
@@ -147,33 +157,60 @@ class Engine:
             budget -= self.work[j]
         if not self.running:
             return
-        self.make_free(self.growing())
         p = self.p
         decoding = [j for j in self.running if j.decoding]
-        context = sum(j.prompt + j.given for j in decoding)
+        n = len(decoding)
+        speculates = p.spec_tokens > 0 and n <= p.spec_batch
+        parts = self.parts if speculates else 65536
+        self.gain = (self.credit + parts) // 65536
+        grown = sum(self.own_pages(j, j.done + self.gain) - self.own_pages(j, j.done)
+                    for j in decoding)  # fmt: skip
+        self.make_free(grown)
+        contexts = [j.prompt + j.given for j in decoding]
         tokens = sum(self.work.values())
         pairs = sum(new * (j.done + new / 2) for j, new in self.work.items())
-        memory = p.weights + p.per_context * context
-        compute = p.per_token * (len(decoding) + tokens) + p.per_attention * pairs
-        work = len(decoding) + tokens
+        memory = p.weights + p.per_context * (sum(contexts) + n * self.credit / 65536)
+        memory += p.per_uneven * sum(max(contexts) - c for c in contexts)
+        verified = n * (p.spec_tokens + 1) if speculates else n
+        compute = p.per_token * (verified + tokens) + p.per_attention * pairs
+        work = verified + tokens
         touched = p.experts * work / (work + p.expert_tokens)
-        self.ends = now + p.overhead + p.per_sequence * len(decoding) + touched
-        self.ends += max(memory, compute)
+        step = p.overhead + p.per_sequence * n + touched + max(memory, compute)
+        step += p.lora_load * (self.loads - before)
+        if speculates and n:
+            step += p.spec_draft * p.spec_tokens
+        if n:
+            self.credit = (self.credit + parts) % 65536
+        self.ends = now + step
+
+    def seat(self, adapter):
+        """Make an adapter resident, if it is not; False if every slot is in use."""
+        busy = {j.adapter for j in self.running}
+        if adapter not in self.adapters:
+            if len(self.adapters) == self.p.lora_slots:
+                idle = [a for a in self.adapters if a not in busy]
+                if not idle:
+                    return False
+                del self.adapters[idle[0]]
+            self.adapters[adapter] = None
+            self.loads += 1
+        self.adapters.move_to_end(adapter)
+        return True
 
     def finish_step(self):
         """End the running step; returns jobs that move on to another engine."""
         now, out = self.ends, []
         decoding = [j for j in self.running if j.decoding]
         for j in decoding:
-            j.done += 1
-            j.given += 1
+            j.done += self.gain
+            j.given += self.gain
         for j, new in self.work.items():
             j.done += new
             self.publish(j)
         for j in sorted((j for j in self.running if j.gone), key=lambda j: j.gone):
             self.let_go(j)
         for j in decoding:
-            if not j.gone and j.given == j.output:
+            if not j.gone and j.given >= j.output:
                 j.finish = now
                 self.let_go(j)
         for j in self.work:

@@ -66,7 +66,7 @@ def check(ph, r):
     assert replica["context"] == sum(job["prompt"][decoding]) + sum(given)
 
 
-def scenario(seed, *, prefixes, tight, aborts, deaths, split):
+def scenario(seed, *, prefixes, tight, aborts, deaths, split, uneven, speculation, adapters):
     """A random fleet and script, for both engines."""
     rng = np.random.default_rng(seed)
     m, n = int(rng.integers(1, 4)) + split, int(rng.integers(20, 120))
@@ -84,6 +84,13 @@ def scenario(seed, *, prefixes, tight, aborts, deaths, split):
             chunk=int(rng.choice([64, 256, 512])),
             max_seqs=int(rng.choice([2, 5, 24])),
             kv_capacity=float(rng.integers(1650, 1900)) if tight else 100_000.0,
+            per_uneven=rng.choice([1e-7, 4e-6]) if uneven else 0.0,
+            spec_tokens=int(rng.integers(1, 6)) if speculation else 0,
+            spec_acceptance=float(rng.choice([0.0, 0.4, 0.77, 1.0])) if speculation else 0.0,
+            spec_batch=int(rng.choice([1, 3, 16])),
+            spec_draft=rng.uniform(0, 0.002) if speculation else 0.0,
+            lora_slots=int(rng.integers(1, 4)) if adapters else 0,
+            lora_load=rng.uniform(0, 0.05),
         )
         for _ in range(m)
     ]
@@ -111,9 +118,11 @@ def scenario(seed, *, prefixes, tight, aborts, deaths, split):
         script += [(at[-1] * 0.4, "kill", 0, 0), (at[-1] * 0.6, "revive", 0, 0)]
     script.sort(key=lambda entry: entry[0])
     target = m - 1 if split else None
-    return profiles, block, prompt, output, blocks, script, target
+    named = rng.integers(-1, 5, n) if adapters else np.full(n, sim.NONE)
+    return profiles, block, prompt, output, blocks, script, target, named
 
 
+FEATURES = ("prefixes", "tight", "aborts", "deaths", "uneven", "speculation", "adapters")
 CASES = {
     "plain": {},
     "preemption": {"tight": True},
@@ -122,13 +131,17 @@ CASES = {
     "aborts": {"aborts": True, "tight": True, "prefixes": True},
     "deaths": {"deaths": True, "tight": True, "prefixes": True},
     "split": {"split": 1, "tight": True},
-    "everything": dict.fromkeys(("prefixes", "tight", "aborts", "deaths"), True) | {"split": 1},
+    "uneven contexts": {"uneven": True, "aborts": True},
+    "speculation": {"speculation": True},
+    "speculation and preemption": {"speculation": True, "tight": True, "split": 1},
+    "adapters": {"adapters": True, "aborts": True},
+    "everything": dict.fromkeys(FEATURES, True) | {"split": 1},
 }
 
 
 def both(seed, features):
-    full = dict.fromkeys(("prefixes", "tight", "aborts", "deaths"), False) | {"split": 0} | features
-    profiles, block, prompt, output, blocks, script, target = scenario(seed, **full)
+    full = dict.fromkeys(FEATURES, False) | {"split": 0} | features
+    profiles, block, prompt, output, blocks, script, target, named = scenario(seed, **full)
     flat = np.array([b for row in blocks for b in row], np.int64)
     start = np.cumsum([0, *(len(row) for row in blocks)])
     per_token, latency, layers = 4e-5, 0.002, 12
@@ -141,13 +154,17 @@ def both(seed, features):
         move_per_token=per_token,
         move_latency=latency,
         layers=layers,
+        adapters=5,
     )
     for j in range(len(prompt)):
         d = sim.NONE if target is None else target
         sim.set_job(ph, j, prompt[j], output[j], d, start[j], start[j + 1])
+        sim.set_adapter(ph, j, named[j])
     jobs = [
-        Job(j, int(prompt[j]), int(output[j]), list(blocks[j]), target) for j in range(len(prompt))
-    ]
+        Job(j, int(prompt[j]), int(output[j]), list(blocks[j]), target,
+            adapter=None if named[j] == sim.NONE else int(named[j]))
+        for j in range(len(prompt))
+    ]  # fmt: skip
     fleet = Fleet(profiles, block, per_token, latency, layers)
     fleet.run([(t, kind, jobs[j], r) for t, kind, j, r in script])
     times = [[np.nan if v is None else v for v in column] for column in zip(
@@ -158,7 +175,7 @@ def both(seed, features):
 @pytest.mark.parametrize("features", CASES.values(), ids=CASES.keys())
 def test_closed_forms_agree_with_every_iteration(features):
     """Times of first token, end and loss to 1e-9 s, on random fleets."""
-    preemptions = hits = ends = 0
+    preemptions = hits = ends = loads = 0
     for seed in range(15):
         ph, ours, theirs, fleet = both(seed, features)
         for a, b in zip(ours, theirs, strict=True):
@@ -167,11 +184,14 @@ def test_closed_forms_agree_with_every_iteration(features):
         preemptions += ph.replica["preemptions"].sum()
         hits += np.maximum(ph.job["hits"], 0).sum()
         ends += np.isfinite(ours[1]).sum()
+        loads += sum(e.loads for e in fleet.engines)
     assert ends > 300
     if features.get("tight"):
         assert preemptions > 30
     if features.get("prefixes"):
         assert hits > 10_000
+    if features.get("adapters"):
+        assert loads > 60
 
 
 # ---- against theory
