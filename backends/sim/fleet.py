@@ -13,7 +13,7 @@ from enum import IntEnum
 import numpy as np
 
 from backends.sim import replica as kernels
-from domain.fleet import ReplicaSpec
+from domain.fleet import Profile, ReplicaSpec
 from domain.native import compiled
 
 Ints = kernels.Ints
@@ -47,12 +47,13 @@ class FleetModel:
         self._fire = compiled(k.fire, ph, 0, ids, ids)
         self._deliver = compiled(k.deliver, ph, ids, ids)
         self._abort = compiled(k.abort, ph, 0, 0.0)
+        self._hand_over = compiled(k.hand_over, ph, 0, 0, 0.0)
         self._kill = compiled(k.kill, ph, 0, 0.0, ids)
         self._revive = compiled(k.revive, ph, 0)
         self._next = compiled(k.next_event, ph)
         self._progress = compiled(k.progress_into, ph, 0.0, ids, ids, ids)
         self._reading = compiled(k.reading_into, ph, 0, 0.0, np.zeros(1))
-        room = max((r.profile.max_seqs for r in replicas), default=1)
+        self._room = room = max((r.profile.max_seqs for r in replicas), default=1)
         self._kinds, self._jobs = np.zeros(2 * room, np.int64), np.zeros(2 * room, np.int64)
         self._lost = np.zeros(jobs, np.int64)
         width = room * max(len(replicas), 1)
@@ -86,6 +87,43 @@ class FleetModel:
         where = int(self.physics.job["where"][job])
         if where != kernels.NONE:
             self._dirty.append(where)
+
+    def hand_over(self, job: int, to: int, now: float) -> bool:
+        """The job, which decodes, goes on on replica `to` once its KV is there; False if it does
+        not decode, is there already or about to leave. LOST happens where `to` cannot take it.
+        """
+        where = int(self.physics.job["where"][job])
+        if not self._hand_over(self.physics, job, to, now):
+            return False
+        self._dirty.append(where)
+        return True
+
+    def empty(self, r: int) -> bool:
+        """Whether no job is on replica r or on its way there."""
+        ph = self.physics
+        moving = ph.ready_job[: ph.n_moving[0]]
+        coming = (ph.job["decode_on"][moving] == r) & (ph.job["state"][moving] == kernels.MOVING)
+        busy = ("n_decode", "n_waiting", "stretch")
+        return not (coming.any() or any(ph.replica[name][r] for name in busy))
+
+    def close(self, r: int) -> None:
+        """Empty replica r takes nothing any more, until `revive`. Its caches are gone."""
+        self._kill(self.physics, r, 0.0, self._lost)
+
+    def check_shape(self, profile: Profile) -> None:
+        """Raises: ValueError for a profile of more sequences than this model has room for."""
+        if profile.max_seqs > self._room:
+            raise ValueError(f"max_seqs must be at most {self._room} here, not {profile.max_seqs}")
+
+    def reshape(self, r: int, profile: Profile) -> None:
+        """Closed replica r is another one from now on. Raises: ValueError as `check_shape` does."""
+        self.check_shape(profile)
+        spec = ReplicaSpec(name="", variant="", profile=profile)
+        ph = self.physics
+        row = kernels.physics([spec], 0, block_tokens=ph.block).replica
+        for name in (*kernels.PROFILE_FIELDS, "spec_gain", "pages"):
+            ph.replica[name][r] = row[name][0]
+        ph.replica["free"][r] = row["pages"][0]
 
     def settle(self, now: float) -> None:
         """Let replicas that stand still and got something begin their next step."""

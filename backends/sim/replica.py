@@ -26,8 +26,9 @@ What `Profile` may switch on, nothing of it by default:
   admitted longest ago. A load takes `lora_load` seconds of the step that admits the job.
 
 At its end (`fire`) decoding sequences have one token more, and a prompt that is complete has given
-one. Blocks of the prompt become shareable once computed; a block computed twice is kept once. An
-abort takes effect at the end of the running step, an arrival joins the next one.
+one. Blocks of the prompt become shareable once computed; a block computed twice is kept once.
+Aborts and hand-overs take effect at the end of the running step, in their order and before what
+ends with it; an arrival joins the next one.
 
 Steps that differ only by growing contexts are one *stretch*: step i takes
 base + max(memory_0 + i memory_1, compute_0 + i compute_1), so that any number of them is summed,
@@ -36,6 +37,8 @@ and inverted, without a loop. Nothing here runs per token.
 A prompt may be computed on one replica and decoded on another: its KV moves layer by layer while
 it is computed, so that it is ready at
 max(end of prefill + last chunk / layers, begin + all of it) + latency, in transfer time.
+A sequence that decodes may be handed over to another replica (`hand_over`): it leaves with the
+step that runs, and decodes there once all its KV has moved.
 
 `NONE` is -1 (CORE section 3.13). Jobs are indices; the caller maps requests and attempts to them.
 """
@@ -890,6 +893,8 @@ def abort(ph: Physics, j: int, now: float) -> None:
     if state == MOVING:
         ph.job[j].state = DONE  # found dead on delivery
         return
+    if state == DECODING:
+        ph.job[j].decode_on = NONE  # where it was to be handed over
     truncate(ph, r, now)
     if state == WAITING or ph.replica[r].stretch == 0:
         drop(ph, r, j)
@@ -902,13 +907,52 @@ def abort(ph: Physics, j: int, now: float) -> None:
 
 
 @njit(cache=True, error_model="numpy")
+def hand_over(ph: Physics, j: int, to: int, now: float) -> bool:
+    """Job j, which decodes, goes on on replica `to`; False if it does not decode, is there already
+    or about to leave. It leaves at the end of the running step, unless that ends it, and is LOST
+    where `to` cannot take it.
+    """
+    r = ph.job[j].where
+    if ph.job[j].state != DECODING or ph.job[j].decode_on != NONE or to == r:
+        return False
+    for i in range(ph.replica[r].n_doomed):
+        if ph.doomed[r, i] == j:
+            return False
+    ph.job[j].decode_on = to
+    truncate(ph, r, now)
+    if ph.replica[r].stretch == 0:
+        carry_off(ph, r, j, now)
+    else:
+        ph.doomed[r, ph.replica[r].n_doomed] = j
+        ph.replica[r].n_doomed += 1
+    return True
+
+
+@njit(cache=True, error_model="numpy")
+def carry_off(ph: Physics, r: int, j: int, now: float) -> None:
+    """Job j stops decoding on r, between two steps; its KV goes to where it is handed over."""
+    i = place_of(ph, r, j)
+    tokens = ph.job[j].target + ph.replica[r].steps - ph.job[j].joined
+    release_room(ph, r, j)
+    leave(ph, r, i)
+    ph.job[j].target = tokens
+    ph.job[j].computed = tokens
+    send_off(ph, j, now + tokens * ph.move_per_token + ph.move_latency)
+
+
+@njit(cache=True, error_model="numpy")
 def move_out(ph: Physics, r: int, j: int, now: float) -> None:
     """Job j's prompt is done on r; its KV goes on to the replica that decodes it."""
     release_room(ph, r, j)
-    ph.job[j].state = MOVING
     moved = ph.job[j].target * ph.move_per_token
     tail = ph.job[j].now_chunk * ph.move_per_token / ph.layers
-    at = max(now + tail, ph.job[j].began + moved) + ph.move_latency
+    send_off(ph, j, max(now + tail, ph.job[j].began + moved) + ph.move_latency)
+
+
+@njit(cache=True, error_model="numpy")
+def send_off(ph: Physics, j: int, at: float) -> None:
+    """Job j is on its way, and there by `at`."""
+    ph.job[j].state = MOVING
     i = ph.n_moving[0]
     ph.n_moving[0] += 1
     while i > 0:
@@ -977,7 +1021,7 @@ def fire(ph: Physics, r: int, kinds: Ints, jobs: Ints) -> int:
         ph.replica[r].context += ph.replica[r].n_decode * given
     count = 0
     for i in range(ph.replica[r].n_doomed):
-        drop_doomed(ph, r, ph.doomed[r, i], k)
+        drop_doomed(ph, r, ph.doomed[r, i], k, now)
     ph.replica[r].n_doomed = 0
     while ph.replica[r].n_decode > 0 and (ph.heap_key[r, 0] >> ORDER_BITS) <= ph.replica[r].steps:
         j = ph.heap_job[r, 0]
@@ -1014,8 +1058,15 @@ def fire(ph: Physics, r: int, kinds: Ints, jobs: Ints) -> int:
 
 
 @njit(cache=True, error_model="numpy")
-def drop_doomed(ph: Physics, r: int, j: int, k: int) -> None:
-    """An aborted job leaves at the end of the step; what it computed stays shareable."""
+def drop_doomed(ph: Physics, r: int, j: int, k: int, now: float) -> None:
+    """An aborted job leaves at the end of the step; what it computed stays shareable. One that is
+    handed over goes on its way, unless it has ended.
+    """
+    if ph.job[j].state == DECODING and ph.job[j].decode_on != NONE:
+        ends = ph.job[j].joined + ph.job[j].output - ph.job[j].generated
+        if ends > ph.replica[r].steps:
+            carry_off(ph, r, j, now)
+        return
     if ph.job[j].state == PREFILLING:
         ph.job[j].computed = min(ph.job[j].computed + ph.job[j].now_chunk * k, ph.job[j].target)
         share_computed(ph, r, j)
@@ -1030,7 +1081,9 @@ def kill(ph: Physics, r: int, now: float, jobs: Ints) -> int:
     if ph.replica[r].stretch > 0:
         ph.replica[r].busy += now - ph.replica[r].clock
     for i in range(ph.replica[r].n_doomed):
-        drop(ph, r, ph.doomed[r, i])
+        j = ph.doomed[r, i]
+        if ph.job[j].state != DECODING or ph.job[j].decode_on == NONE:
+            drop(ph, r, j)
     count = 0
     for i in range(ph.replica[r].n_decode):
         jobs[count] = ph.heap_job[r, i]

@@ -2,6 +2,8 @@
 walks through every iteration behind it.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
@@ -9,6 +11,8 @@ from gymnasium.utils.env_checker import check_env
 from policies import encoding
 from tests.backends.sim.naive import Fleet, Job
 from training.fleet_env import FleetEnv, FleetVectorEnv, Randomisation
+
+pytestmark = pytest.mark.slow  # compiles for a minute where nothing is cached
 
 SMALL = Randomisation(requests=60, fleet_size=(2, 6))
 P_SLO = encoding.ROUTE_FEATURES.index("p_slo")
@@ -192,8 +196,6 @@ def test_its_replicas_are_the_step_by_step_engine():
     total = episode(env, best_chance, 11)[0]
     fleets = env._stable.fleets
     rows, replica = fleets.requests[0], fleets.physics.replica[0]
-    from dataclasses import replace
-
     profiles = [
         replace(
             env._drawn.kinds[0].profile,

@@ -26,6 +26,8 @@ class Job:
     gone: float = 0.0  # when its client left, 0 while it is there
     lost: float | None = None
     adapter: int | None = None
+    handed_to: int | None = None
+    handed_at: float = 0.0
     moved: bool = False
     decoding: bool = False
 
@@ -207,8 +209,14 @@ class Engine:
         for j, new in self.work.items():
             j.done += new
             self.publish(j)
-        for j in sorted((j for j in self.running if j.gone), key=lambda j: j.gone):
-            self.let_go(j)
+        leaving = [j for j in self.running if j.gone or j.handed_to is not None]
+        for j in sorted(leaving, key=lambda j: j.handed_at or j.gone):
+            if j.gone:
+                self.let_go(j)
+            elif j.given < j.output:
+                self.let_go(j)
+                j.decode_on, j.handed_to, j.handed_at, j.decoding = j.handed_to, None, 0.0, False
+                out.append((j, None))
         for j in decoding:
             if not j.gone and j.given >= j.output:
                 j.finish = now
@@ -245,8 +253,8 @@ class Fleet:
         self.link = move_per_token, move_latency, layers
 
     def run(self, script):
-        """Script entries: (t, "enter", job, engine), (t, "abort", job, None), (t, "kill", None,
-        engine), (t, "revive", None, engine); in order of time.
+        """Script entries: (t, "enter", job, engine), (t, "abort", job, None), (t, "hand", job,
+        engine), (t, "kill", None, engine), (t, "revive", None, engine); in order of time.
         """
         events = [(t, k, *rest) for k, (t, *rest) in enumerate(script)]
         heapq.heapify(events)
@@ -263,7 +271,10 @@ class Fleet:
             now, r = step
             for job, last in self.engines[r].finish_step():
                 per_token, latency, layers = self.link
-                at = max(now + last * per_token / layers, job.began + job.done * per_token)
+                if last is None:
+                    at = now + job.done * per_token
+                else:
+                    at = max(now + last * per_token / layers, job.began + job.done * per_token)
                 tie += 1
                 heapq.heappush(events, (at + latency, tie, "arrive", job, job.decode_on))
             self.engines[r].begin(now)
@@ -275,6 +286,12 @@ class Fleet:
             for e in self.engines:
                 if job in e.queue:
                     e.queue.remove(job)
+            return
+        if kind == "hand":
+            here = [e for e in self.engines if job in e.running]
+            free = job.decoding and not job.gone and job.handed_to is None
+            if here and free and here[0] is not self.engines[r]:
+                job.handed_to, job.handed_at = r, now
             return
         e = self.engines[r]
         if kind == "kill":

@@ -29,6 +29,8 @@ def drive(ph, script, n):
                     sim.plan(ph, r, now)
             elif kind == "abort":
                 sim.abort(ph, j, now)
+            elif kind == "hand":
+                sim.hand_over(ph, j, r, now)
             elif kind == "kill":
                 for k in range(sim.kill(ph, r, now, jobs)):
                     lost[jobs[k]] = now
@@ -66,7 +68,7 @@ def check(ph, r):
     assert replica["context"] == sum(job["prompt"][decoding]) + sum(given)
 
 
-def scenario(seed, *, prefixes, tight, aborts, deaths, split, uneven, speculation, adapters):
+def scenario(seed, *, prefixes, tight, aborts, deaths, split, uneven, speculation, adapters, hands):
     """A random fleet and script, for both engines."""
     rng = np.random.default_rng(seed)
     m, n = int(rng.integers(1, 4)) + split, int(rng.integers(20, 120))
@@ -114,6 +116,10 @@ def scenario(seed, *, prefixes, tight, aborts, deaths, split, uneven, speculatio
     if aborts:
         gone = np.flatnonzero(rng.random(n) < 0.3)
         script += [(at[i] + rng.exponential(0.3), "abort", int(i), 0) for i in gone]
+    if hands:
+        handed = np.flatnonzero(rng.random(n) < 0.5)
+        script += [(at[i] + rng.exponential(0.6), "hand", int(i), int(rng.integers(0, m)))
+                   for i in handed]  # fmt: skip
     if deaths:
         script += [(at[-1] * 0.4, "kill", 0, 0), (at[-1] * 0.6, "revive", 0, 0)]
     script.sort(key=lambda entry: entry[0])
@@ -122,7 +128,9 @@ def scenario(seed, *, prefixes, tight, aborts, deaths, split, uneven, speculatio
     return profiles, block, prompt, output, blocks, script, target, named
 
 
-FEATURES = ("prefixes", "tight", "aborts", "deaths", "uneven", "speculation", "adapters")
+FEATURES = (
+    "prefixes", "tight", "aborts", "deaths", "uneven", "speculation", "adapters", "hands",
+)  # fmt: skip
 CASES = {
     "plain": {},
     "preemption": {"tight": True},
@@ -135,6 +143,13 @@ CASES = {
     "speculation": {"speculation": True},
     "speculation and preemption": {"speculation": True, "tight": True, "split": 1},
     "adapters": {"adapters": True, "aborts": True},
+    "hand-over": {"hands": True, "split": 1, "aborts": True},
+    "hand-over of shared prefixes": {
+        "hands": True,
+        "prefixes": True,
+        "tight": True,
+        "deaths": True,
+    },
     "everything": dict.fromkeys(FEATURES, True) | {"split": 1},
 }
 
