@@ -64,7 +64,9 @@ from training.env_loop import REQUEST, STATE, Fleets, Results, Scratch
 Range = tuple[float, float]
 Observation = dict[str, NDArray[np.float32]]
 
-TIMES = ("overhead", "weights", "per_sequence", "per_context", "per_token", "per_attention")
+TIMES = (
+    "overhead", "weights", "per_sequence", "per_context", "per_token", "per_attention", "experts",
+)  # fmt: skip
 WORK_BATCH = 32
 """Sequences beside which a replica's capacity is reckoned."""
 QUALITY = {"bf16": 0.9, "fp8": 0.895, "int4": 0.86}
@@ -273,8 +275,10 @@ class _Stable:
         columns.window[f] = drawn.window
         columns.pool_high[f] = np.inf
         columns.speed[f] = 1.0
-        for name in (*TIMES, "chunk", "max_seqs", "kv_capacity", "max_context", "price",
-                     "uncertainty"):  # fmt: skip
+        for name in (
+            *TIMES, "expert_tokens", "chunk", "max_seqs", "kv_capacity", "max_context", "price",
+            "uncertainty",
+        ):  # fmt: skip
             getattr(columns, name)[f, :, :m] = of(name)
         x.quality[f] = 0.0
         x.quality[f, :m] = [k.quality for k in kinds]
@@ -347,6 +351,7 @@ def _work(profile: Profile, prompt: float, output: float) -> float:
     batch = min(WORK_BATCH, profile.max_seqs)
     context = batch * (prompt + output / 2.0)
     step = profile.overhead + profile.per_sequence * batch
+    step += profile.experts * batch / (batch + profile.expert_tokens)
     step += max(profile.weights + profile.per_context * context, profile.per_token * batch)
     return prompt * profile.per_token + output * step / batch
 
