@@ -56,7 +56,7 @@ def scenario(replicas: int, count: int, **fields: Any) -> Scenario:
 
 
 def policy(kind: str, **options: Any) -> Any:
-    """A policy as the compiled loop takes it."""
+    """A policy; early refusal off, so that loads above the knee are served and not refused."""
     return policy_named(kind, overload_target=0.0, **options)
 
 

@@ -120,8 +120,12 @@ def roofline_into(
     """
     us = out.ttft.shape[2]
     qs = requests.length_q.shape[1]
+    # replicas of one spread have the same factors: exp is half of the time here
+    factors = np.empty((2, us))
+    spread_ttft, spread_tpot = np.nan, np.nan
     for i in range(mask.shape[0]):
         waited = now - requests.arrived[i]
+        bounded = requests.e2e[i] < np.inf
         for c in range(mask.shape[1]):
             if not mask[i, c]:
                 continue
@@ -137,13 +141,21 @@ def roofline_into(
             shared = step_time(fleet, d, batch, context, 0.0, 0.0) - alone
             pace = scales[FIXED, d] * alone + scales[SLOPE, d] * shared
             out.wait[i, c] = wait
+            if scales[SPREAD_TTFT, d] != spread_ttft or scales[SPREAD_TPOT, d] != spread_tpot:
+                spread_ttft, spread_tpot = scales[SPREAD_TTFT, d], scales[SPREAD_TPOT, d]
+                for u in range(us):
+                    factors[0, u] = math.exp(spread_ttft * _Z[u])
+                    factors[1, u] = math.exp(spread_tpot * _Z[u])
             met = 0
             for u in range(us):
-                ttft = total * math.exp(scales[SPREAD_TTFT, d] * _Z[u])
-                tpot = pace * math.exp(scales[SPREAD_TPOT, d] * _Z[u])
+                ttft = total * factors[0, u]
+                tpot = pace * factors[1, u]
                 out.ttft[i, c, u] = ttft
                 out.tpot[i, c, u] = tpot
                 if waited + ttft > requests.ttft[i] or tpot > requests.tpot[i]:
+                    continue
+                if not bounded:
+                    met += qs
                     continue
                 for k in range(qs):
                     length = max(requests.length_q[i, k] - 1.0, 0.0)

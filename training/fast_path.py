@@ -4,9 +4,9 @@ function.
 What `training.virtual` does with the live core, this does without Python: the same physics, the
 same kernels of `policies.kernels`, the same scorer, the same estimates, and the core's queue
 written once more over arrays (`training.fast_queue`), so that decisions are equal, request by
-request (a test says so). It knows one gateway, no quotas, no retries, no deaths, no learning, no
-early refusal, no chain deadlines and no prefix blocks; `supports` tells whether a case is within
-that, and callers take the live core where it is not.
+request (a test says so). It knows one gateway, no quotas, no retries, no deaths, no learning and
+no prefix blocks; `supports` tells whether a case is within that, and callers take the live core
+where it is not.
 
 Scorers come in as first-class functions of one signature, so the loop is compiled once for all of
 them and cached. What belongs to one request stands in one record: fewer arrays to hand over, and a
@@ -50,15 +50,16 @@ from domain.columns import (
     scores,
 )
 from domain.length import QUANTILE_GRID
-from policies import kernels, prefix_index, queue
+from policies import chains, kernels, overload, prefix_index, queue
 from policies.config import PolicyConfig
 from policies.factory import build_scorer
 from predictors import joint, roofline
 from predictors.joint import Reliability, calibrate_into
 from predictors.roofline import OnlineScales, roofline_into
 from training import borrowed as borrowing
-from training import fast_queue, measures, virtual
+from training import fast_gate, fast_queue, measures, virtual
 from training.borrowed import borrowed
+from training.fast_gate import Gate
 from training.fast_queue import (
     CLASS,
     K_BEST,
@@ -226,9 +227,9 @@ def choose(
     rules: Rules,
     n: int,
     now: float,
-) -> tuple[int, int, bool]:
-    """(index among b.who, route, whether to refuse for want of hope); (NONE, NONE, False) if
-    nothing has room.
+) -> tuple[int, int, bool, float]:
+    """(index among b.who, route, whether to refuse for want of hope, best P(SLO)); (NONE, NONE,
+    False, 0) if nothing has room.
 
     A scorer whose unit is not `value` is asked request by request, up to the first that fits: a
     row's scores depend on that row alone (the scorers' contract).
@@ -283,17 +284,24 @@ def choose(
         if chance < rules.shed_below and q.classes[cls].sheddable and limited:
             coin = kernels.uniform(rules.seed, w.state[0].choices, -3)
             hopeless = coin >= chance / rules.shed_below
-        return low + k, c, hopeless
-    return NONE, NONE, False
+        return low + k, c, hopeless, chance
+    return NONE, NONE, False, 0.0
 
 
 @njit(error_model="numpy", inline="always")
-def shed(rows: Records, q: Room, w: World, i: int) -> None:
+def shed(rows: Records, q: Room, w: World, g: Gate, i: int, now: float) -> None:
     """Request i is refused after it was admitted."""
     remove(rows, q, i)
     release_claim(rows, q, i)
+    fast_gate.given_up(g, rows[i].class_id, chain_of(rows, q, i), now)
     rows[i].verdict = MISSED
     w.state[0].open -= 1
+
+
+@njit(error_model="numpy")
+def chain_of(rows: Records, q: Room, i: int) -> int:
+    """Key of request i's session and class."""
+    return rows[i].session * q.classes.shape[0] + rows[i].class_id
 
 
 @njit(error_model="numpy")
@@ -392,6 +400,7 @@ def release(
     rows: Records,
     q: Room,
     w: World,
+    g: Gate,
     fl: FleetColumns,
     win: kernels.Windows,
     rt: Routes,
@@ -409,7 +418,7 @@ def release(
         b.who[0] = fresh
         n = np.int64(1)
     else:
-        let_go(rows, q, w, b.expired, now)
+        let_go(rows, q, w, g, b.expired, now)
         press_claims(rows, q, fl, rt, now)
     while True:
         if not alone:
@@ -423,7 +432,9 @@ def release(
         while n > 0 and (
             alone or kernels.any_open(win, w.measured_at, q.total[0].least_prompt, now)
         ):
-            k, c, hopeless = choose(kernel, params, b, rows, q, w, fl, rt, be, rules, n, now)
+            k, c, hopeless, chance = choose(
+                kernel, params, b, rows, q, w, fl, rt, be, rules, n, now
+            )
             if k == NONE:
                 if alone:
                     push(rows, q, fresh)
@@ -434,8 +445,10 @@ def release(
                 b.who[j] = b.who[j + 1]
             n -= 1
             remove(rows, q, i)
+            if rows[i].feasible:
+                fast_gate.decided(g, rows[i].class_id, chance, rows[i].work, now)
             if hopeless:
-                shed(rows, q, w, i)
+                shed(rows, q, w, g, i, now)
             else:
                 commit(rows, q, w, fl, rt, rules, ph, i, c, now)
         if alone or n > 0 or not progress:
@@ -443,14 +456,16 @@ def release(
 
 
 @njit(error_model="numpy")
-def let_go(rows: Records, q: Room, w: World, gone: Ints, now: float) -> None:
+def let_go(rows: Records, q: Room, w: World, g: Gate, gone: Ints, now: float) -> None:
     """Requests whose waiting ends now are shed, or held on to the end of their class's patience."""
     for k in range(expired(rows, q, now, gone)):
         i = gone[k]
         last = rows[i].arrived + q.classes[rows[i].class_id].max_wait
         remove(rows, q, i)
+        if rows[i].feasible:
+            fast_gate.decided(g, rows[i].class_id, 0.0, 0.0, now)
         if q.classes[rows[i].class_id].sheddable or now >= last:
-            shed(rows, q, w, i)
+            shed(rows, q, w, g, i, now)
         else:
             rows[i].start_by = last
             rows[i].expires = last
@@ -635,6 +650,11 @@ def admit(rows: Records, q: Room, w: World, speeds: kernels.Speeds, rt: Routes, 
         speeds, rt.decode, rt.prefill, w.every_route, rows[i].prompt, rows[i].expected
     )
     rows[i].work = ttft + rows[i].expected * tpot
+    rows[i].feasible = (
+        ttft <= overload.FEASIBLE * rows[i].ttft
+        and tpot <= overload.FEASIBLE * rows[i].tpot
+        and rows[i].work <= overload.FEASIBLE * rows[i].e2e
+    )
     useful = min(rows[i].ttft - ttft, rows[i].e2e - rows[i].work, q.classes[cls].max_wait)
     rows[i].start_by = now + useful
     rows[i].expires = max(rows[i].start_by, now)
@@ -651,6 +671,7 @@ def _live(
     rows: Records,
     q: Room,
     w: World,
+    g: Gate,
     fl: FleetColumns,
     win: kernels.Windows,
     speeds: kernels.Speeds,
@@ -661,6 +682,7 @@ def _live(
 ) -> int:
     """Live through the load; returns how many requests were left open, which must be 0."""
     params, b, rows, q, w = borrowed(params), borrowed(b), borrowed(rows), borrowed(q), borrowed(w)
+    g = borrowed(g)
     fl, win, speeds, rt = borrowed(fl), borrowed(win), borrowed(speeds), borrowed(rt)
     be, ph = borrowed(be), borrowed(ph)
     n, m = rows.shape[0], fl.running.shape[0]
@@ -689,8 +711,9 @@ def _live(
             for k in range(1, m):
                 if w.ends[k] < at:
                     at, r = w.ends[k], np.int64(k)
-            if ph.n_moving[0] > 0 and ph.ready_at[0] < at:
-                at, r = ph.ready_at[0], np.int64(NONE)
+            moving = ph.n_moving[0]
+            if moving > 0 and ph.ready_at[moving - 1] < at:
+                at, r = ph.ready_at[moving - 1], np.int64(NONE)
             arrival = rows[root].arrival if root < n else np.inf
             follows = w.state[0].coming > 0 and (
                 w.coming_at[0] < arrival or (w.coming_at[0] == arrival and w.coming[0] < root)
@@ -746,15 +769,21 @@ def _live(
                 if q.total[0].waiting >= rules.queue_limit:
                     rows[i].verdict = MISSED
                     continue
+                cls, t, chain = rows[i].class_id, rows[i].tenant, chain_of(rows, q, i)
+                rows[i].e2e = fast_gate.left_of_chain(g, cls, chain, rows[i].e2e, now)
+                if fast_gate.refused(g, cls, t, chain, rows[i].tie, q.tenants[t].weight, now):
+                    rows[i].verdict = MISSED
+                    continue
                 w.state[0].open += 1
                 admit(rows, q, w, speeds, rt, i)
+                fast_gate.admitted(g, cls, t, q.tenants[t].weight, rows[i].work, now)
                 if q.total[0].waiting > 0:
                     push(rows, q, i)
                     look = True
                 else:
                     fresh = i
         if fresh != NONE or (look and q.total[0].waiting > 0):
-            release(kernel, params, b, rows, q, w, fl, win, rt, be, rules, ph, fresh, now)
+            release(kernel, params, b, rows, q, w, g, fl, win, rt, be, rules, ph, fresh, now)
         if event == events:
             for k in range(w.state[0].touched):
                 r = w.touched[k]
@@ -787,6 +816,7 @@ def _loop(stamp: int) -> Callable[..., int]:
         rows: Records,
         q: Room,
         w: World,
+        g: Gate,
         fl: FleetColumns,
         win: kernels.Windows,
         speeds: kernels.Speeds,
@@ -796,7 +826,7 @@ def _loop(stamp: int) -> Callable[..., int]:
         ph: sim.Physics,
     ) -> int:
         _ = stamp
-        return _live(kernel, params, b, rows, q, w, fl, win, speeds, rt, be, rules, ph)
+        return _live(kernel, params, b, rows, q, w, g, fl, win, speeds, rt, be, rules, ph)
 
     return loop
 
@@ -804,7 +834,8 @@ def _loop(stamp: int) -> Callable[..., int]:
 def _stamp() -> int:
     """A hash of the sources, beside this one, whose code and constants the loop is made of."""
     modules = (
-        sim, layout, kernels, queue, joint, roofline, borrowing, fast_queue, measures, virtual,
+        sim, layout, kernels, queue, overload, chains, joint, roofline, borrowing, fast_queue,
+        fast_gate, measures, virtual,
     )  # fmt: skip
     value = 0
     for module in modules:
@@ -816,9 +847,7 @@ def _stamp() -> int:
 
 
 def supports(case: Case, policy: PolicyConfig) -> bool:
-    """Whether the loop knows everything that this case and policy need. A policy that refuses early
-    (`overload_target` above 0) and chain deadlines are the live core's alone.
-    """
+    """Whether the loop knows everything that this case and policy need."""
     scenario, trace = case.scenario, case.trace
     profiles = [r.profile for r in case.fleet.replicas]
     most = (trace.prompt + trace.output).max(initial=0)
@@ -828,8 +857,6 @@ def supports(case: Case, policy: PolicyConfig) -> bool:
         and scenario.length_sigma is not None
         and not len(trace.blocks)
         and policy.hold
-        and policy.overload_target == 0.0
-        and all(c.chain is None for c in case.classes)
         and bool(most <= min(min(p.max_context, p.kv_capacity - sim.PAGE) for p in profiles))
     )
 
@@ -949,7 +976,8 @@ class CompiledLoop:
         fleet, routes = fleet_columns(case.believed.replicas), route_table(case.believed).routes
         rows, length_q = _requests(case)
         room = _room(case, policy)
-        world = _world(case, routes, int(rows["session"].max(initial=-1)) + 1, length_q)
+        sessions = int(rows["session"].max(initial=-1)) + 1
+        world = _world(case, routes, sessions, length_q)
         metrics = case.scenario.metrics
         quality = [case.fleet.variants[v].quality for v in routes.variant.tolist()]
         ph = sim.physics(case.fleet.replicas, len(rows))
@@ -958,6 +986,7 @@ class CompiledLoop:
             rows,
             room,
             world,
+            fast_gate.gate(float(policy.overload_target), case.classes, case.tenants, sessions),
             fleet,
             kernels.view(kernels.Windows, fleet),
             kernels.view(kernels.Speeds, fleet),
@@ -1007,7 +1036,7 @@ class CompiledLoop:
 
     def _compiled(self, kernel: Any, columns: tuple[Any, ...]) -> Callable[..., int]:
         kind: Callable[[Any], Any] = numba.typeof
-        b, _, _, _, fleet, _, _, routes, *_ = columns
+        b, _, _, _, _, fleet, _, _, routes, *_ = columns
         row = np.zeros(1)
         inputs = (row, b.requests, fleet, routes, b.estimates, b.room, b.draws, 0.0, b.scores)
         call = tuple(kind(x) for x in inputs)

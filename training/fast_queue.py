@@ -38,7 +38,8 @@ REQUEST = record(
     # place in its heaps, neighbours in its lane, the replica it claims
     i="tokens output tie class_id tenant lane session order start_place work_place expiry_place "
     "next_in previous_in claim route slot verdict",
-    b="root queued",
+    # feasible: an idle fleet would serve it in time
+    b="root queued feasible",
 )
 """One request: as it comes, and how it went."""
 CLASS = record(f="weight quality patience max_wait", i="rank", b="sheddable")

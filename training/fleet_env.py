@@ -31,7 +31,7 @@ Terminated: every request of the episode has settled. Truncated: `max_decisions`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import ceil
 from statistics import NormalDist
@@ -40,6 +40,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
@@ -155,6 +156,7 @@ class _Stable:
     def __init__(self, count: int, drawn: Randomisation) -> None:
         self._drawn = drawn
         m, g, n = drawn.fleet_size[1], drawn.gateways[1], drawn.requests
+        self._known: dict[tuple[Kind, ...], tuple[Floats, NDArray[np.void], Floats]] = {}
         self._streams = max(k.profile.max_seqs for k in drawn.kinds)
         spec = ReplicaSpec(name="none", variant="none", profile=drawn.kinds[0].profile)
         ring = m * (ceil(drawn.delay[1] / drawn.every) + 2)
@@ -197,16 +199,11 @@ class _Stable:
             kinds=np.zeros(2 * self._streams, np.int64),
             jobs=np.zeros(2 * self._streams, np.int64),
         )
-        self.results = self.fresh(count)
-
-    def fresh(self, count: int) -> Results:
-        """Room for results that nobody else holds."""
-        m = self._drawn.fleet_size[1]
 
         def counts() -> Any:
             return np.zeros(count, np.int64)
 
-        return Results(
+        self.results = Results(
             request=np.zeros((count, encoding.R), np.float32),
             routes=np.zeros((count, m, encoding.C), np.float32),
             mask=np.zeros((count, m + 2), np.int8),
@@ -241,7 +238,7 @@ class _Stable:
             raise ValueError("an episode may not be larger than the environment was made for")
         m = int(rng.integers(drawn.fleet_size[0], drawn.fleet_size[1], endpoint=True))
         g = int(rng.integers(drawn.gateways[0], drawn.gateways[1], endpoint=True))
-        kinds = [drawn.kinds[k] for k in rng.integers(0, len(drawn.kinds), m)]
+        kinds = rng.integers(0, len(drawn.kinds), m)
         self._fleet(f, kinds, _log_uniform(rng, drawn.constants, (len(TIMES), m)), drawn)
         x = self.fleets
         n = drawn.requests
@@ -254,48 +251,46 @@ class _Stable:
         x.pulled[f] = x.measured_at[f] = -np.inf
         x.queued[f] = x.dirty[f] = 0
 
-    def _fleet(self, f: int, kinds: Sequence[Kind], factors: Floats, drawn: Randomisation) -> None:
+    def _fleet(
+        self, f: int, kinds: NDArray[np.int64], factors: Floats, drawn: Randomisation
+    ) -> None:
         """Idle replicas: believed profiles in the columns, true ones in the physics."""
         m, x = len(kinds), self.fleets
-        profiles = [k.profile for k in kinds]
-
-        def of(name: str) -> Floats:
-            return np.array([getattr(p, name) for p in profiles], np.float64)
-
+        table, idle, quality = self._rows_of(drawn.kinds)
         columns = x.columns
-        for name in (
-            "running", "context", "backlog_tokens", "kv_used", "dispatched", "foreign_running",
-            "foreign_context", "foreign_backlog", "n_streams", "history_next",
-        ):  # fmt: skip
+        for name in _LOADS:
             getattr(columns, name)[f] = 0
         columns.age[f] = np.inf
         columns.history_at[f] = -np.inf
         columns.usable[f] = False
         columns.usable[f, :, :m] = True
         columns.window[f] = drawn.window
-        columns.pool_high[f] = np.inf
-        columns.speed[f] = 1.0
-        for name in (
-            *TIMES, "expert_tokens", "chunk", "max_seqs", "kv_capacity", "max_context", "price",
-            "uncertainty",
-        ):  # fmt: skip
-            getattr(columns, name)[f, :, :m] = of(name)
+        for name, row in zip(_PROFILE, table[:, kinds], strict=True):
+            getattr(columns, name)[f, :, :m] = row
         x.quality[f] = 0.0
-        x.quality[f, :m] = [k.quality for k in kinds]
-        specs = [ReplicaSpec(name="", variant="", profile=p) for p in profiles]
-        idle = sim.physics(specs, 0).replica
+        x.quality[f, :m] = quality[kinds]
+        true = idle[kinds]
         for name, row in zip(TIMES, factors, strict=True):
-            idle[name] *= row
-        x.physics.replica[f, :m] = idle
+            true[name] *= row
+        x.physics.replica[f, :m] = true
         x.physics.phase[f] = 0
         x.physics.n_moving[f] = 0
+
+    def _rows_of(self, kinds: tuple[Kind, ...]) -> tuple[Floats, NDArray[np.void], Floats]:
+        """(profile columns x kinds), (kinds,) idle replicas and their quality; made once."""
+        if kinds not in self._known:
+            specs = [ReplicaSpec(name="", variant="", profile=k.profile) for k in kinds]
+            table = np.array([[float(getattr(k.profile, n)) for k in kinds] for n in _PROFILE])
+            quality = np.array([k.quality for k in kinds])
+            self._known = {kinds: (table, sim.physics(specs, 0).replica, quality)}
+        return self._known[kinds]
 
     def _requests(
         self,
         f: int,
         rng: np.random.Generator,
         drawn: Randomisation,
-        kinds: Sequence[Kind],
+        kinds: NDArray[np.int64],
         gateways: int,
     ) -> None:
         """The episode's requests, in order of arrival."""
@@ -303,8 +298,9 @@ class _Stable:
         rows = x.requests[f, :n]
         prompt = _lengths(rng, _log_uniform(rng, drawn.prompt), drawn.spread, drawn.most_prompt, n)
         output = _lengths(rng, _log_uniform(rng, drawn.output), drawn.spread, drawn.most_output, n)
-        seconds = [_work(k.profile, float(prompt.mean()), float(output.mean())) for k in kinds]
-        rate = rng.uniform(*drawn.load) * sum(1.0 / s for s in seconds)
+        means = float(prompt.mean()), float(output.mean())
+        speeds = np.array([1.0 / _work(k.profile, *means) for k in drawn.kinds])
+        rate = rng.uniform(*drawn.load) * float(speeds[kinds].sum())
         shape = rng.uniform(*drawn.cv) ** -2
         rows["arrival"] = np.cumsum(rng.gamma(shape, 1.0 / (shape * rate), n))
         sigma = rng.uniform(*drawn.sigma)
@@ -327,12 +323,23 @@ class _Stable:
         rows["replica"] = env_loop.NONE
         rows["waits"] = False
         rows["sent"] = rows["first"] = np.nan
-        least = min(k.profile.per_token for k in kinds) * prompt
-        pace = min(k.profile.overhead + k.profile.weights for k in kinds)
+        there = [drawn.kinds[k].profile for k in set(kinds.tolist())]
+        least = min(p.per_token for p in there) * prompt
+        pace = min(p.overhead + p.weights for p in there)
         useful = np.minimum(rows["ttft"] - least, rows["e2e"] - least - pace * rows["expected"])
         rows["until"] = rows["arrival"] + np.maximum(useful, 0.0)
 
 
+_PROFILE = (
+    *TIMES, "expert_tokens", "chunk", "max_seqs", "kv_capacity", "max_context", "price",
+    "uncertainty",
+)  # fmt: skip
+"""Columns that hold a profile."""
+_LOADS = (
+    "running", "context", "backlog_tokens", "kv_used", "dispatched", "foreign_running",
+    "foreign_context", "foreign_backlog", "n_streams", "history_next",
+)  # fmt: skip
+"""Columns that are zero in an idle fleet."""
 _NORMAL = np.array([NormalDist().inv_cdf(float(q)) for q in QUANTILE_GRID])
 
 
@@ -435,6 +442,7 @@ class FleetVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
         self._stable = _Stable(num_envs, self._drawn)
         self._copy = copy
         self._over = np.zeros(num_envs, np.bool_)
+        self._now = self._drawn
         self._rngs = [np.random.default_rng(k) for k in range(num_envs)]
         self.num_envs = num_envs
         most = self._drawn.fleet_size[1]
@@ -452,7 +460,7 @@ class FleetVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
         first = int(self.np_random.integers(1 << 31)) if seed is None else seed
         self._now = self._drawn.changed(options)
         for k in range(self.num_envs):
-            self._rngs[k] = gymnasium.utils.seeding.np_random(first + k)[0]
+            self._rngs[k] = seeding.np_random(first + k)[0]
             self._stable.reset(k, self._rngs[k], self._now)
         self._over[:] = False
         self._stable.step(np.zeros(self.num_envs, np.int64))

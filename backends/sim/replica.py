@@ -170,7 +170,7 @@ class Physics(NamedTuple):
     # adapters, (m, A): running jobs that use it, NONE where not resident; admission of its last job
     adapter_users: Ints
     adapter_last: Ints
-    # jobs on their way between replicas, a heap, (N,) and (1,)
+    # jobs on their way between replicas, the next one last, (N,) and (1,)
     ready_at: Floats
     ready_job: Ints
     n_moving: Ints
@@ -951,17 +951,14 @@ def move_out(ph: Physics, r: int, j: int, now: float) -> None:
 
 @njit(cache=True, error_model="numpy")
 def send_off(ph: Physics, j: int, at: float) -> None:
-    """Job j is on its way, and there by `at`."""
+    """Job j is on its way, and there by `at`; of equals who left first arrives first."""
     ph.job[j].state = MOVING
     i = ph.n_moving[0]
     ph.n_moving[0] += 1
-    while i > 0:
-        p = (i - 1) // 2
-        if ph.ready_at[p] <= at:
-            break
-        ph.ready_at[i] = ph.ready_at[p]
-        ph.ready_job[i] = ph.ready_job[p]
-        i = p
+    while i > 0 and ph.ready_at[i - 1] <= at:
+        ph.ready_at[i] = ph.ready_at[i - 1]
+        ph.ready_job[i] = ph.ready_job[i - 1]
+        i -= 1
     ph.ready_at[i], ph.ready_job[i] = at, j
 
 
@@ -972,23 +969,9 @@ def deliver(ph: Physics, kinds: Ints, jobs: Ints) -> int:
     Writes DELIVERED, or LOST if that replica is down; returns how many (0 for an aborted one). The
     caller plans the replica `where[job]` if it is idle.
     """
-    at, j = ph.ready_at[0], ph.ready_job[0]
     n = ph.n_moving[0] - 1
     ph.n_moving[0] = n
-    last_at, last = ph.ready_at[n], ph.ready_job[n]
-    i = 0
-    while True:
-        c = 2 * i + 1
-        if c >= n:
-            break
-        if c + 1 < n and ph.ready_at[c + 1] < ph.ready_at[c]:
-            c += 1
-        if last_at <= ph.ready_at[c]:
-            break
-        ph.ready_at[i] = ph.ready_at[c]
-        ph.ready_job[i] = ph.ready_job[c]
-        i = c
-    ph.ready_at[i], ph.ready_job[i] = last_at, last
+    at, j = ph.ready_at[n], ph.ready_job[n]
     if ph.job[j].state != MOVING:
         return 0
     d = ph.job[j].decode_on
@@ -1167,8 +1150,9 @@ def next_event(ph: Physics) -> tuple[float, int]:
     for i in range(1, len(ph.replica)):
         if ph.replica[i].end < at:
             r, at = i, ph.replica[i].end
-    if ph.n_moving[0] > 0 and ph.ready_at[0] < at:
-        return ph.ready_at[0], np.int64(NONE)
+    n = ph.n_moving[0]
+    if n > 0 and ph.ready_at[n - 1] < at:
+        return ph.ready_at[n - 1], np.int64(NONE)
     return at, r
 
 

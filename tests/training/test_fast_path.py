@@ -9,7 +9,7 @@ from domain.errors import ConfigError
 from domain.units import Seconds
 from training.evaluate import policy_named, run_live
 from training.fast_path import CompiledLoop, supports
-from training.measures import ABSENT
+from training.measures import ABSENT, MET
 from training.scenario import Failure, Metrics, Promise, Replicas, Scenario, build
 
 pytestmark = pytest.mark.slow
@@ -42,8 +42,8 @@ def scenario(groups, n=1500, **fields):
 
 
 def policy_of(kind, **options):
-    """A policy without early refusal, which the live core alone knows."""
-    return policy_named(kind, overload_target=0.0, **options)
+    """A policy; without early refusal unless it asks for it."""
+    return policy_named(kind, **({"overload_target": 0.0} | options))
 
 
 def assert_alike(loop, case, policy):
@@ -73,6 +73,39 @@ def test_options_of_the_core_act_alike(loop, options):
     case = build(scenario(1), 80.0, 4)
     run = assert_alike(loop, case, policy_of("marginal", **options))
     assert np.isnan(run.sent).sum() > 20
+
+
+@pytest.mark.parametrize("tenants", [{"a": 3.0, "b": 1.0}, {"flood": 9.0, "x": 1.0, "y": 0.5}])
+@pytest.mark.parametrize("kind", ["best_fit", "least_requests"])
+def test_early_refusal_acts_alike(loop, kind, tenants):
+    """Past the knee: by class, by fair share, with kept times."""
+    case = build(scenario(1, tenants=tenants), 110.0, 5)
+    run = assert_alike(loop, case, policy_of(kind, overload_target=0.05, shed_below=0.3))
+    open_gate = loop.run(case, policy_of(kind, shed_below=0.3))
+    assert np.isnan(run.sent).sum() > np.isnan(open_gate.sent).sum() + 20
+
+
+def test_kept_times_act_alike(loop, monkeypatch):
+    """Sessions of several requests, more of them than tickets."""
+    monkeypatch.setattr("policies.overload.TICKETS", 15)
+    case = build(scenario(1), 130.0, 6)
+    n = len(case.trace)
+    case = replace(case, trace=replace(case.trace, session=np.arange(n) % 60))
+    assert_alike(loop, case, policy_of("best_fit", overload_target=0.02))
+
+
+@pytest.mark.parametrize("remembered", [10_000, 25])
+def test_deadlines_of_chains_act_alike(loop, monkeypatch, remembered):
+    monkeypatch.setattr("policies.chains.SESSIONS", remembered)
+    monkeypatch.setattr("policies.chains.Chains.__init__.__defaults__", (remembered,))
+    case = build(scenario(1, n=600), 60.0, 8)
+    trace = replace(case.trace, session=np.arange(600) % 80)
+    chained = tuple(replace(c, chain=Seconds(6.0 + 4.0 * c.rank)) for c in case.classes)
+    case = replace(case, trace=trace, classes=chained)
+    run = assert_alike(loop, case, policy_of("predicted", shed_below=0.5))
+    free = loop.run(replace(case, classes=build(scenario(1, n=5), 1.0, 8).classes),
+                    policy_of("predicted", shed_below=0.5))  # fmt: skip
+    assert (run.verdict == MET).sum() < (free.verdict == MET).sum()
 
 
 @pytest.mark.parametrize("delay", [0.2, 0.5, 1.0])
@@ -129,10 +162,7 @@ def test_split_fleets_act_alike(loop):
 def test_what_it_does_not_know_it_refuses(loop):
     calm = build(scenario(1, n=50), 10.0, 1)
     dying = build(scenario(1, n=50, failures=(Failure(replica=0, at=0.5),)), 10.0, 1)
-    chained = replace(calm, classes=tuple(replace(c, chain=Seconds(9.0)) for c in calm.classes))
     assert supports(calm, policy_of("best_fit"))
-    assert not supports(calm, policy_named("best_fit", overload_target=0.1))
-    assert not supports(chained, policy_of("best_fit"))
     assert not supports(dying, policy_of("best_fit"))
     with pytest.raises(ValueError, match="does not know"):
         loop.run(dying, policy_of("best_fit"))

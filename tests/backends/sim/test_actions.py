@@ -41,14 +41,14 @@ def put(model, job, replica, now, output=100):
     return taken
 
 
-def run_out(model, actions=None):
-    """Live to the end: (when, what, job) and what gateways heard, by time."""
+def run_out(model, actions=None, until=inf):
+    """Live to the end, or to a time: (when, what, job) and what gateways heard, by time."""
     told, heard = [], []
     while True:
         at, r = model.next_at()
         due = actions.due_at if actions else inf
         now = min(at, due)
-        if now == inf:
+        if now == inf or now > until:
             return told, heard
         if at == now:
             told += [(now, kind, job) for kind, job in model.happen(r)]
@@ -115,9 +115,10 @@ def test_another_layout_is_another_speed(model, actions):
 def test_a_stream_that_is_handed_over_goes_on_where_it_stopped(model, actions):
     """It loses the step that runs and the time its KV moves, no token."""
     put(model, 0, 0, 0.0)
+    before, _ = run_out(model, until=0.3)
     actions.order(Drain(replica=0), 0.3)
     actions.order(HandOver(job=0, to=1), 0.305)
-    told, _ = run_out(model, actions)
+    told = before + run_out(model, actions)[0]
     link = (50 + 30) * model.physics.move_per_token + model.physics.move_latency
     assert ends(told)[0] == pytest.approx(1.0 + link)
     assert [kind for _, kind, _ in told] == [Happening.FIRST_TOKEN, Happening.FINISHED]
