@@ -50,7 +50,8 @@ def _lowered(kind: Any) -> Any:
         return types.Array(kind.dtype, kind.ndim - 1, "C")
     if isinstance(kind, types.BaseNamedTuple):
         parts: Any = kind
-        return types.NamedTuple([_lowered(part) for part in parts.types], parts.instance_class)
+        lowered = [_lowered(part) for part in parts.types]
+        return types.NamedTuple(lowered, parts.instance_class)  # type: ignore[no-untyped-call]
     return kind
 
 
@@ -65,8 +66,8 @@ def _at(_typing: Any, kind: Any, index: Any) -> Any:
 
 def _inside(context: Any, builder: Any, kind: Any, result: Any, value: Any, i: Any) -> Any:
     if isinstance(kind, types.Array):
-        whole = make_array(kind)(context, builder, value)
-        part = make_array(result)(context, builder)
+        whole = make_array(kind)(context, builder, value)  # type: ignore[no-untyped-call]
+        part = make_array(result)(context, builder)  # type: ignore[no-untyped-call]
         strides = cgutils.unpack_tuple(builder, whole.strides, kind.ndim)  # type: ignore[no-untyped-call]
         populate_array(
             part,

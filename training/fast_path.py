@@ -847,7 +847,10 @@ def _stamp() -> int:
 
 
 def supports(case: Case, policy: PolicyConfig) -> bool:
-    """Whether the loop knows everything that this case and policy need."""
+    """Whether the loop knows everything that this case and policy need; it knows no scorer that
+    learns while it serves, or that a fallback watches over.
+    """
+    scorer = build_scorer(policy)
     scenario, trace = case.scenario, case.trace
     profiles = [r.profile for r in case.fleet.replicas]
     most = (trace.prompt + trace.output).max(initial=0)
@@ -857,6 +860,8 @@ def supports(case: Case, policy: PolicyConfig) -> bool:
         and scenario.length_sigma is not None
         and not len(trace.blocks)
         and policy.hold
+        and scorer.learner is None
+        and scorer.envelope is None
         and bool(most <= min(min(p.max_context, p.kv_capacity - sim.PAGE) for p in profiles))
     )
 

@@ -363,7 +363,7 @@ def _work(profile: Profile, prompt: float, output: float) -> float:
     return prompt * profile.per_token + output * step / batch
 
 
-def _observation_space(m: int) -> spaces.Dict:
+def _observation_space(m: int) -> Any:
     return spaces.Dict(
         {
             "request": spaces.Box(0.0, 1.0, (encoding.R,), np.float32),
@@ -483,7 +483,7 @@ class FleetVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
 
     def _given(self) -> tuple[Observation, dict[str, Any]]:
         got, state = self._stable.results, self._stable.fleets.state[:, 0]
-        shown = {
+        shown: dict[str, Any] = {
             "action_mask": got.mask,
             "elapsed": got.elapsed,
             "now": got.now,
