@@ -37,9 +37,6 @@ def duration(seconds: float) -> str:
 def _lines(what: str, limit: float | None, left: float | None, reset: float | None) -> str:
     if limit is None:
         return ""
-    lines = f"x-ratelimit-limit-{what}: {int(limit)}\r\n"
-    if left is not None:
-        lines += f"x-ratelimit-remaining-{what}: {int(left)}\r\n"
-    if reset is not None:
-        lines += f"x-ratelimit-reset-{what}: {duration(reset)}\r\n"
-    return lines
+    rest = "" if left is None else f"x-ratelimit-remaining-{what}: {int(left)}\r\n"
+    last = "" if reset is None else f"x-ratelimit-reset-{what}: {duration(reset)}\r\n"
+    return f"x-ratelimit-limit-{what}: {int(limit)}\r\n{rest}{last}"

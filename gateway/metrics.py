@@ -192,8 +192,9 @@ class Metrics:
         """Count one settled request; `replica` is the name of the one that served it."""
         request = outcome.request
         model = request.model if request.model in self._models else OTHER
-        error = "" if outcome.cause is Cause.FINISHED else outcome.cause.value
-        self.requests.add((self._tenant(request.tenant), request.class_name, outcome.cause.value))
+        cause = outcome.cause.value
+        error = "" if outcome.cause is Cause.FINISHED else cause
+        self.requests.add((self._tenant(request.tenant), request.class_name, cause))
         self.duration.observe(("chat", model, error), outcome.e2e)
         if outcome.met is not None:
             if outcome.met:

@@ -34,6 +34,7 @@ PRIOR = LengthDistribution.lognormal(150.0, 1.1)
 """Before any outcome: chat answers of the public logs have medians near 150 tokens."""
 
 _EDGES: list[float] = EDGES.tolist()
+_PRIOR_MASS: NDArray[np.float64] = -np.diff(PRIOR.survival)
 
 
 class _Counts:
@@ -125,7 +126,7 @@ class RunningLengths:
     def _smoothed(self, key: tuple[str, int]) -> NDArray[np.float64]:
         """Counts of the key plus `PRIOR_WEIGHT` of the coarser distribution; (BINS,)."""
         if key[1] == 0:
-            prior = -np.diff(PRIOR.survival)
+            prior = _PRIOR_MASS
         else:
             coarse = self._smoothed((key[0], 0))
             prior = coarse / coarse.sum()
