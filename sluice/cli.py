@@ -40,6 +40,7 @@ SUBCOMMANDS = {
     "compare": Subcommand("sluice.compare", "policies x scenarios x loads, with intervals"),
     "capacity": Subcommand("sluice.capacity", "what a fleet carries, what binds, what to add"),
     "tune": Subcommand("sluice.tune", "options of policies by CMA-ES, equal budgets"),
+    "calibrate": Subcommand("sluice.calibrate", "fit profiles; how far off they are"),
     "replay": Subcommand("sluice.replay", "open-loop load against any OpenAI URL; goodput"),
 }
 

@@ -6,6 +6,8 @@ A file holds a source, its licence and profiles by name; times are in seconds, a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ import yaml
 
 from domain.errors import ConfigError
 from domain.fleet import Profile, ProfileKey
+
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The C parser where there is one: hundreds of profiles take a second in Python."""
 
 
 def shipped() -> Path:
@@ -36,7 +41,20 @@ def load_profiles(folder: Path) -> dict[str, Profile]:
 
 def read_profiles(path: Path) -> dict[str, Profile]:
     """The profiles of one file. Raises: ConfigError."""
-    data = yaml.safe_load(path.read_text())
+    try:
+        stamp = path.stat().st_mtime_ns
+    except OSError as exc:
+        raise ConfigError(f"{path}: {exc.strerror}") from exc
+    return dict(_parsed(path, stamp))
+
+
+@cache
+def _parsed(path: Path, stamp: int) -> dict[str, Profile]:  # noqa: ARG001 - a file of another time
+    """The same, once for every version of a file: a grid of simulations asks hundreds of times."""
+    try:
+        data = yaml.load(path.read_text(), Loader=_Loader)  # noqa: S506 - a safe one
+    except (OSError, yaml.YAMLError) as exc:
+        raise ConfigError(f"{path}: {exc}") from exc
     if not isinstance(data, dict) or not {"source", "licence", "profiles"} <= set(data):
         raise ConfigError(f"{path}: a profile file has source, licence and profiles")
     return {name: _profile(fields, f"{path}: {name}") for name, fields in data["profiles"].items()}
@@ -48,6 +66,24 @@ def _profile(fields: dict[str, Any], where: str) -> Profile:
         return Profile(key=ProfileKey(**fields.get("key", {})), **rest)
     except (TypeError, ValueError) as exc:
         raise ConfigError(f"{where}: {exc}") from exc
+
+
+def write_profiles(
+    path: Path,
+    *,
+    source: str,
+    licence: str,
+    profiles: Mapping[str, tuple[Profile, Mapping[str, float]]],
+) -> None:
+    """Write a file that `read_profiles` takes: profiles with their residuals, a line each."""
+    lines = [yaml.safe_dump({"source": source, "licence": licence}, width=98, sort_keys=False)]
+    lines.append("profiles:\n")
+    for name, (profile, residuals) in profiles.items():
+        rounded = {k: float(f"{v:.3g}") for k, v in residuals.items()}
+        entry = {name: {**dump(profile), "residuals": rounded}}
+        word = yaml.safe_dump(entry, default_flow_style=True, width=10**6, sort_keys=False)
+        lines.append(f"  {word.strip()[1:-1]}\n")
+    path.write_text("".join(lines))
 
 
 def dump(profile: Profile) -> dict[str, Any]:

@@ -1,0 +1,580 @@
+"""Profiles of replicas nobody took apart: from measured end-to-end points of many configurations.
+
+A point is one closed-loop run: so many requests in flight, fixed lengths, mean TTFT and TPOT. One
+model explains all points at once, so that a configuration without a single point (system, engine,
+model, precision) still gets a profile: every constant of `domain.fleet.Profile` is what physics
+says of it (bytes, FLOPs, layers, experts, layout), times an efficiency. Logs of efficiencies are
+sums of effects (GPU, engine, precision, model, and pairs of them), shrunk to none, for four groups:
+memory, compute, overhead and waiting.
+
+In the steady state of a closed loop with b requests on a rank, each of `isl` prompt and `osl`
+output tokens,
+
+    TPOT = step(b, b (isl + osl / 2)) + g (b - 1) p / osl
+    TTFT = waiting * (alpha p + beta b p + gamma step + delta) + what KV memory makes wait
+
+What that leaves over is corrected by trees on the log residual (`Corrected`); profiles are the
+formula's own constants.
+
+Here p is the compute of one prompt: while one request decodes, the b - 1 others need a prefill
+each; requests come in waves, as they began together. The steps' form is that of `Profile`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from domain.errors import ConfigError
+from domain.fleet import Profile, ProfileKey
+from training.calibrate import Bools, Constants, Floats
+from training.calibrate_tables import DEVICES, Source, device
+from training.trace_sources import columns
+
+TPOT_BAR, TTFT_BAR = 0.15, 0.25
+"""Median relative error on left-out configurations."""
+
+POINTS = Source(
+    "engine_silicon_e2e: measured aggregated points of ai-dynamo/aiconfigurator 095f58a5 "
+    "(mostly the public InferenceX benchmark)",
+    "Apache-2.0 (NVIDIA)",
+)
+
+
+class Shape(NamedTuple):
+    """A model: parameters (all, active a token, routed experts), layers, width, attention heads,
+    KV bytes a token at 2 bytes, KV heads (0: MLA, not split over ranks), share of experts a token
+    takes (0: dense).
+    """
+
+    total: float
+    active: float
+    routed: float
+    layers: int
+    width: int
+    heads: int
+    kv_bytes: float
+    kv_heads: int
+    taken: float
+
+
+_DEEPSEEK = Shape(671e9, 37e9, 653e9, 61, 7168, 128, 61 * 576 * 2.0, 0, 8 / 256)
+SHAPES = {
+    "MiniMaxAI/MiniMax-M2.5": Shape(
+        230e9, 10e9, 225e9, 62, 3072, 48, 62 * 8 * 128 * 4.0, 8, 8 / 256
+    ),
+    "Qwen/Qwen3-235B-A22B-FP8": Shape(
+        235e9, 22e9, 227e9, 94, 4096, 64, 94 * 4 * 128 * 4.0, 4, 8 / 128
+    ),
+    "Qwen/Qwen3-32B": Shape(32.8e9, 32.8e9, 0, 64, 5120, 64, 64 * 8 * 128 * 4.0, 8, 0),
+    "Qwen/Qwen3.5-397B-A17B": Shape(
+        397e9, 17e9, 388e9, 60, 4096, 32, 15 * 2 * 256 * 4.0, 2, 10 / 512
+    ),
+    "deepseek-ai/DeepSeek-R1": _DEEPSEEK,
+    "meta-llama/Llama-3.1-70B": Shape(70.6e9, 70.6e9, 0, 80, 8192, 64, 80 * 8 * 128 * 4.0, 8, 0),
+    "meta-llama/Llama-3.1-8B": Shape(8.03e9, 8.03e9, 0, 32, 4096, 32, 32 * 8 * 128 * 4.0, 8, 0),
+    "moonshotai/Kimi-K2.5": Shape(1.04e12, 32e9, 1.02e12, 61, 7168, 64, 61 * 576 * 2.0, 0, 8 / 384),
+    "openai/gpt-oss-120b": Shape(
+        117e9, 5.1e9, 115e9, 36, 2880, 64, 0.5 * 36 * 8 * 64 * 4.0, 8, 4 / 128
+    ),
+    "zhipuai/GLM-5": Shape(744e9, 40e9, 725e9, 78, 6144, 64, 78 * 576 * 2.0, 0, 8 / 256),
+}
+"""By the models' published configurations; gpt-oss's KV counts half of its layers, the others have
+a window of 128 tokens."""
+_SAME = {
+    "deepseek-ai/DeepSeek-V3": "deepseek-ai/DeepSeek-R1",
+    "nvidia/DeepSeek-V3.1-NVFP4": "deepseek-ai/DeepSeek-R1",
+    "nvidia/Qwen3-32B-NVFP4": "Qwen/Qwen3-32B",
+    "meta-llama/Llama-3.1-8B-Instruct": "meta-llama/Llama-3.1-8B",
+    "nvidia/Llama-3.1-8B-Instruct-FP8": "meta-llama/Llama-3.1-8B",
+}
+_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.56, "int4": 0.53}
+LINK = 400e9
+"""Bytes/s of an all-reduce between GPUs of a node, nominal; its efficiency is fitted."""
+
+
+def architecture(model: str) -> str:
+    """The name under which a model's shape stands. Raises: ConfigError for one unknown."""
+    name = _SAME.get(model, model)
+    if name not in SHAPES:
+        raise ConfigError(f"unknown model {model!r}; known: {', '.join([*SHAPES, *_SAME])}")
+    return name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Points:
+    """Measured points, (n,) each; `physics` (n, 8) are the constants of `Constants` at efficiency
+    1, `batch` is a rank's, `tokens` those of a decode step over all ranks that share experts.
+    """
+
+    configuration: Sequence[tuple[str, str, str, str]]
+    gpus: Floats
+    ranks: Floats
+    concurrency: Floats
+    isl: Floats
+    osl: Floats
+    ttft: Floats
+    tpot: Floats
+    physics: Floats
+    batch: Floats
+    tokens: Floats
+    slots: Floats
+
+    def __len__(self) -> int:
+        return len(self.isl)
+
+
+def read_points(path: Path) -> Points:
+    """The aggregated points of a table with the columns of `engine_silicon_e2e`; runs that were
+    written down twice once.
+
+    Raises: ConfigError naming the file and what is wrong with it; FileNotFoundError.
+    """
+    table = columns(path)
+    wanted = (
+        "system", "backend", "model", "precision", "mode", "isl", "osl", "concurrency", "tp_size",
+        "attention_dp_size", "moe_tp_size", "moe_ep_size", "ttft_ms", "tpot_ms",
+    )  # fmt: skip
+    missing = [n for n in wanted if n not in table]
+    if missing:
+        raise ConfigError(f"{path}: a table of points has a column {missing[0]!r}")
+    columns_of = [np.asarray(table[n]).tolist() for n in wanted]
+    rows = sorted(
+        {
+            tuple(None if isinstance(x, float) and math.isnan(x) else x for x in row)
+            for row in zip(*columns_of, strict=True)
+            if row[4] == "agg"
+        },
+        key=str,
+    )
+    rows = [r for r in rows if r[7]]
+    if not rows:
+        raise ConfigError(f"{path}: no aggregated point with a concurrency")
+    return _points(rows)
+
+
+def _points(rows: list[tuple[Any, ...]]) -> Points:
+    configuration, gpus, ranks, physics, slots = [], [], [], [], []
+    for row in rows:
+        system, backend, model, precision = (row[0], row[1], row[2], row[3] or "bf16")
+        shape = SHAPES[architecture(model)]
+        n, dp = layout(shape, *(int(x or 0) for x in row[8:12]))
+        configuration.append((system, backend, model, precision))
+        gpus.append(n)
+        ranks.append(dp)
+        physics.append(list(by_physics(system, shape, precision, n, dp)))
+        slots.append(kv_tokens(system, shape, precision, n, dp) / (row[5] + 0.5 * row[6]))
+    numbers = np.array([[float(r[i]) for i in (5, 6, 7, 12, 13)] for r in rows])
+    isl, osl, concurrency, ttft, tpot = numbers.T
+    batch = concurrency / np.array(ranks, float)
+    fits = np.minimum(np.maximum(batch, 1.0), np.maximum(np.array(slots), 1.0))
+    return Points(
+        configuration=configuration,
+        gpus=np.array(gpus, float),
+        ranks=np.array(ranks, float),
+        concurrency=concurrency,
+        isl=isl,
+        osl=osl,
+        ttft=ttft * 1e-3,
+        tpot=tpot * 1e-3,
+        physics=np.array(physics),
+        batch=fits,
+        tokens=fits * np.array(ranks),
+        slots=np.array(slots),
+    )
+
+
+def layout(shape: Shape, tp: int, dp: int, moe_tp: int, moe_ep: int) -> tuple[int, int]:
+    """(GPUs, attention ranks) of a replica.
+
+    The set writes some sizes as products (tp 64 with experts split 8 x 8 is one node of 8 GPUs,
+    which `concurrency / batch_size` confirms); those are undone.
+    """
+    tp, dp = max(tp, 1), max(dp, 1)
+    if shape.taken == 0:
+        return tp, 1
+    if moe_tp == moe_ep > 1:
+        return moe_tp, moe_tp if dp > 1 else 1
+    if dp > 1 and tp == dp and moe_ep == tp * dp:
+        return tp, dp
+    return max(tp * dp, moe_tp * moe_ep, 1), dp
+
+
+def by_physics(system: str, shape: Shape, precision: str, gpus: int, ranks: int) -> Constants:
+    """The step time's constants at efficiency 1: bytes over bandwidth, FLOPs over peak.
+
+    A rank's attention is split over gpus / ranks GPUs, experts over all of them. Lower precisions
+    multiply at twice (FP8) or four times (FP4, on Blackwell only) the BF16 rate. A layer of experts
+    takes twice the launches of a dense one, a layer that talks to other GPUs as well.
+    """
+    card = DEVICES[system.removesuffix("_sxm")]
+    width = _BYTES[precision]
+    split = gpus / ranks
+    newer = system.startswith(("b", "gb"))
+    rate = {"fp8": 2.0, "fp4": 4.0 if newer else 1.0}.get(precision, 1.0)
+    talks = 1.0 if gpus > 1 else 0.0
+    kv = _kv_bytes(shape, precision, split)
+    return Constants(
+        overhead=shape.layers * 1e-5 * (1.0 + talks) * (2.0 if shape.taken else 1.0),
+        weights=(shape.total - shape.routed) * width / split / card.bandwidth,
+        per_sequence=1e-5 + talks * shape.layers * 4.0 * shape.width / LINK,
+        per_context=kv / card.bandwidth,
+        per_token=2.0 * shape.active / (split * card.flops * rate),
+        per_attention=4.0 * shape.layers * shape.heads * 128.0 / (split * card.flops),
+        experts=max(shape.routed * width / gpus / card.bandwidth, 1e-12),
+        expert_tokens=1.0 / shape.taken if shape.taken else 1.0,
+    )
+
+
+def kv_tokens(system: str, shape: Shape, precision: str, gpus: int, ranks: int) -> float:
+    """Tokens of KV cache a rank has room for: 90 % of its GPUs' memory less the weights."""
+    card, width, split = DEVICES[system.removesuffix("_sxm")], _BYTES[precision], gpus / ranks
+    weights = (shape.total - shape.routed) * width / split + shape.routed * width / gpus
+    kv = _kv_bytes(shape, precision, split)
+    return max((0.9 * card.memory - weights) / kv, 1.0)
+
+
+def _kv_bytes(shape: Shape, precision: str, split: float) -> float:
+    """KV bytes a token on one GPU; checkpoints of 8 bits and fewer are served with 8-bit KV."""
+    share = min(split, shape.kv_heads) if shape.kv_heads else 1.0
+    return shape.kv_bytes / share * (1.0 if precision == "bf16" else 0.5)
+
+
+# ---- the model
+
+_GROUP = {  # which efficiency a constant takes
+    "overhead": 2, "weights": 0, "per_sequence": 2, "per_context": 0, "per_token": 1,
+    "per_attention": 1, "experts": 0, "expert_tokens": None,
+}  # fmt: skip
+GROUPS = 4
+LOOP = ("mixing", "alone", "waves", "residue", "request")
+"""g, alpha, beta, gamma and delta of the closed loop."""
+_CENTRE = np.r_[
+    np.log([1.0, 1.4, 1.2, 1.4, 2.0, 2.0, 1.4, 1.0, 0.7, 1.0, 0.3, 1.5, 0.02]), 0.1, 0.3, 0.2
+]
+_SPREAD = np.r_[[1.0, 0.3, 1.0, 0.7, 0.5, 1.0, 0.3, 1.0, 0.5, 0.5, 1.0, 0.7, 1.0], 0.1, 0.3, 0.3]
+"""Priors of the constants' efficiencies and of the closed loop's, as logs, and of the powers of the
+GPUs that share a layer by which memory, compute and overhead scale worse than they should."""
+_FIXED = len(_CENTRE)
+MAIN, PAIR = 0.3, 0.12
+"""Standard deviations of a main effect and of one of a pair."""
+NOISE = np.array([0.1, 0.2])
+"""Of log TPOT and log TTFT, beyond which a point counts as an outlier."""
+
+
+def effects(configuration: Sequence[tuple[str, str, str, str]]) -> list[list[str]]:
+    """The names of each point's effects."""
+    out = []
+    for system, backend, model, precision in configuration:
+        kind = architecture(model)
+        out.append(
+            [
+                f"gpu {system}", f"engine {backend}", f"precision {precision}", f"model {kind}",
+                f"pair {system} {backend}", f"pair {backend} {kind}",
+                f"pair {backend} {precision}", f"pair {system} {precision}",
+                f"pair {system} {kind}", f"pair {kind} {precision}",
+            ]
+        )  # fmt: skip
+    return out
+
+
+class SteadyState(NamedTuple):
+    """Logs of TPOT and TTFT (n, 2), and their derivatives by the parameters (n, 2, p)."""
+
+    logs: Floats
+    slopes: Floats
+
+
+class ClosedLoop:
+    """The fitted model. `fit` learns; `predict` gives (TPOT, TTFT) of any points, `profile` the
+    profile of any configuration.
+    """
+
+    def fit(self, points: Points, *, rounds: int = 20) -> ClosedLoop:
+        """Maximum a posteriori over all effects by damped Gauss-Newton steps on robust weights."""
+        names = sorted({n for some in effects(points.configuration) for n in some})
+        self.names_ = {n: i for i, n in enumerate(names)}
+        centre = np.concatenate([_CENTRE, np.zeros(GROUPS * len(names))])
+        each = [PAIR if n.startswith("pair") else MAIN for n in names]
+        spread = np.concatenate([_SPREAD, np.tile(each, GROUPS)])
+        measured = np.log(np.stack([points.tpot, points.ttft], 1))
+        member = self._member(points)
+        theta, damping = centre.copy(), 1e-2
+        state = self._steady(theta, points, member)
+        cost = _cost(state.logs, measured, theta, centre, spread)
+        for _ in range(rounds):
+            error = (state.logs - measured) / NOISE
+            weight = 1.0 / np.sqrt(1.0 + error**2)  # of soft L1
+            slopes = (state.slopes / NOISE[:, None] * np.sqrt(weight)[:, :, None]).reshape(
+                -1, len(theta)
+            )
+            pull = slopes.T @ (error * np.sqrt(weight)).ravel() + (theta - centre) / spread**2
+            curve = slopes.T @ slopes + np.diag(1.0 / spread**2)
+            step = np.linalg.solve(curve + damping * np.diag(np.diag(curve)), pull)
+            trial = theta - step
+            next_state = self._steady(trial, points, member)
+            next_cost = _cost(next_state.logs, measured, trial, centre, spread)
+            if next_cost < cost:
+                gained = (cost - next_cost) / cost
+                theta, state, cost, damping = trial, next_state, next_cost, damping / 4.0
+                if gained < 3e-4:
+                    break
+            else:
+                damping = min(damping * 8.0, 1e6)
+        self.theta_ = theta
+        return self
+
+    def predict(self, points: Points) -> tuple[Floats, Floats]:
+        """(TPOT, TTFT) in seconds, (n,) each; an effect never seen is none."""
+        logs = self._steady(self.theta_, points, self._member(points)).logs
+        return np.exp(logs[:, 0]), np.exp(logs[:, 1])
+
+    def constants(self, points: Points) -> Floats:
+        """The fitted constants of each point's replica, (n, 8) in the order of `Constants`."""
+        return np.exp(self._log_constants(self.theta_, points, self._member(points)))
+
+    def _member(self, points: Points) -> Floats:
+        member = np.zeros((len(points), len(self.names_)))
+        for i, some in enumerate(effects(points.configuration)):
+            for name in some:
+                if name in self.names_:
+                    member[i, self.names_[name]] = 1.0
+        return member
+
+    def _grouped(self, theta: Floats, member: Floats) -> Floats:
+        out: Floats = member @ theta[_FIXED:].reshape(GROUPS, -1).T
+        return out
+
+    def _log_constants(self, theta: Floats, points: Points, member: Floats) -> Floats:
+        group = self._grouped(theta, member)
+        logs = np.log(points.physics) + theta[:8]
+        split = np.log(points.gpus / points.ranks)
+        for k, name in enumerate(Constants._fields):
+            chosen = _GROUP[name]
+            if chosen is not None:
+                logs[:, k] += group[:, chosen] + theta[13 + chosen] * split
+        return logs
+
+    def _steady(self, theta: Floats, points: Points, member: Floats) -> SteadyState:
+        o, w, s, c, t, a, x, h = np.exp(self._log_constants(theta, points, member)).T
+        mixing, alone, waves, residue, request = np.exp(theta[8:13])
+        waiting = np.exp(self._grouped(theta, member)[:, 3])
+        b, isl, osl = points.batch, points.isl, points.osl
+        share = points.tokens / (points.tokens + h)
+        memory, compute = w + c * b * (isl + 0.5 * osl), t * b
+        bound = memory >= compute
+        step = o + s * b + x * share + np.where(bound, memory, compute)
+        linear, square = t * isl, 0.5 * a * isl**2
+        prompt = linear + square
+        mixed = mixing * np.maximum(b - 1.0, 0.0) / osl
+        tpot = step + mixed * prompt
+        per_prompt = alone + waves * b
+        quick = waiting * (per_prompt * prompt + residue * step + request)
+        excess = np.maximum(
+            points.concurrency / points.ranks / np.maximum(points.slots, 1.0) - 1.0, 0.0
+        )
+        ttft = quick + excess * osl * tpot
+        # derivatives by the logs of the constants, of the closed loop's numbers, and of `waiting`
+        d_step = np.stack(
+            [
+                o, w * bound, s * b, c * b * (isl + 0.5 * osl) * bound, t * b * ~bound, 0 * o,
+                x * share, -x * share * h / (points.tokens + h),
+            ],
+            1,
+        )  # fmt: skip
+        d_prompt = np.zeros_like(d_step)
+        d_prompt[:, 4], d_prompt[:, 5] = linear, square
+        d_tpot = d_step + mixed[:, None] * d_prompt
+        d_quick = waiting[:, None] * (per_prompt[:, None] * d_prompt + residue * d_step)
+        d_ttft = d_quick + (excess * osl)[:, None] * d_tpot
+        n, effects_ = len(b), member.shape[1]
+        split = np.log(points.gpus / points.ranks)
+        slopes = np.zeros((n, 2, len(theta)))
+        for row, by_constant in ((0, d_tpot / tpot[:, None]), (1, d_ttft / ttft[:, None])):
+            slopes[:, row, :8] = by_constant
+            for k, name in enumerate(Constants._fields):
+                chosen = _GROUP[name]
+                if chosen is not None:
+                    low = _FIXED + chosen * effects_
+                    slopes[:, row, 13 + chosen] += by_constant[:, k] * split
+                    slopes[:, row, low : low + effects_] += by_constant[:, k, None] * member
+        slopes[:, 0, 8] = mixed * prompt / tpot
+        slopes[:, 1, 8] = excess * osl * mixed * prompt / ttft
+        slopes[:, 1, 9] = waiting * alone * prompt / ttft
+        slopes[:, 1, 10] = waiting * waves * b * prompt / ttft
+        slopes[:, 1, 11] = waiting * residue * step / ttft
+        slopes[:, 1, 12] = waiting * request / ttft
+        slopes[:, 1, _FIXED + 3 * effects_ :] = (quick / ttft)[:, None] * member
+        return SteadyState(np.log(np.stack([tpot, ttft], 1)), slopes)
+
+
+def _cost(logs: Floats, measured: Floats, theta: Floats, centre: Floats, spread: Floats) -> float:
+    error = (logs - measured) / NOISE
+    robust = float(np.sum(np.sqrt(1.0 + error**2) - 1.0))
+    return robust + 0.5 * float(np.sum(((theta - centre) / spread) ** 2))
+
+
+# ---- what the formula leaves over
+
+BOOST: dict[str, Any] = {
+    "objective": "l1", "num_leaves": 15, "learning_rate": 0.05, "min_child_samples": 20,
+    "feature_fraction": 0.5, "bagging_fraction": 0.7, "bagging_freq": 1, "lambda_l2": 5.0,
+    "verbose": -1, "num_threads": 1, "deterministic": True,
+}  # fmt: skip
+TREES, BAGS = 250, 2
+
+
+class Corrected:
+    """Physics first, then data: gradient-boosted trees on the log residual of the closed loop.
+
+    Half of the correction starts from the loop at efficiency 1, half from the fitted one: the first
+    carries over to what no effect was learned for, the second keeps what the effects know. The
+    logs of the two are averaged, over `BAGS` bags each.
+    """
+
+    def fit(self, points: Points) -> Corrected:
+        """Learn loop and residuals from points. Deterministic."""
+        import lightgbm as lgb
+
+        self.loops_ = [ClosedLoop().fit(points, rounds=0), ClosedLoop().fit(points)]
+        configuration = zip(*points.configuration, strict=True)
+        self.known_ = [{n: i for i, n in enumerate(sorted(set(some)))} for some in configuration]
+        measured = np.log(np.stack([points.tpot, points.ttft], 1))
+        self.trees_ = []
+        for loop in self.loops_:
+            logs = np.log(np.stack(loop.predict(points), 1))
+            columns_ = self._features(points, logs)
+            named = list(range(columns_.shape[1] - 3, columns_.shape[1]))
+            for target in range(2):
+                rest = measured[:, target] - logs[:, target]
+                for seed in range(BAGS):
+                    rows = lgb.Dataset(columns_, rest, categorical_feature=named)
+                    self.trees_.append(lgb.train({**BOOST, "seed": seed}, rows, TREES))
+        return self
+
+    def predict(self, points: Points) -> tuple[Floats, Floats]:
+        """(TPOT, TTFT) in seconds, (n,) each."""
+        out = np.zeros((len(points), 2))
+        trees = iter(self.trees_)
+        for loop in self.loops_:
+            logs = np.log(np.stack(loop.predict(points), 1))
+            columns_ = self._features(points, logs)
+            for target in range(2):
+                for _ in range(BAGS):
+                    more = np.asarray(next(trees).predict(columns_))
+                    out[:, target] += (logs[:, target] + more) / (len(self.loops_) * BAGS)
+        return np.exp(out[:, 0]), np.exp(out[:, 1])
+
+    def _features(self, points: Points, logs: Floats) -> Floats:
+        """(n, f): load, lengths, layout, the model's shape, the parts of a step by physics, the
+        loop's own answer; GPU, engine and precision as categories last.
+        """
+        o, w, s, c, t, a, x, h = points.physics.T
+        b, isl, osl = points.batch, points.isl, points.osl
+        prompt = t * isl + 0.5 * a * isl**2
+        experts = x * points.tokens / (points.tokens + h)
+        memory = w + c * b * (isl + 0.5 * osl)
+        step = o + s * b + memory + experts
+        shapes = [SHAPES[architecture(m)] for _, _, m, _ in points.configuration]
+        cards = [device(system) for system, _, _, _ in points.configuration]
+        widths = [_BYTES[p] for _, _, _, p in points.configuration]
+        numbers = [
+            np.log(points.concurrency), np.log(b), np.log(isl), np.log(osl), np.log(points.gpus),
+            points.ranks, np.log(points.concurrency / points.ranks / points.slots),
+            *(np.log([getattr(q, f) for q in shapes]) for f in ("total", "active", "layers")),
+            np.log([q.kv_bytes for q in shapes]), np.array([k.bandwidth for k in cards]),
+            np.array(widths), logs[:, 0], logs[:, 1], np.log(prompt), np.log(step),
+            np.log(prompt * b), np.log(prompt * b / osl), memory / step, experts / step,
+            prompt * b / osl / step,
+        ]  # fmt: skip
+        names = [
+            np.array([self.known_[k].get(row[k], -1) for row in points.configuration], float)
+            for k in (0, 1, 3)
+        ]
+        return np.stack([*numbers, *names], 1)
+
+
+# ---- what it is worth
+
+
+def take(points: Points, chosen: Bools | Any) -> Points:
+    """Some of the points."""
+    index = np.arange(len(points))[chosen]
+    fields = {
+        name: getattr(points, name)[index]
+        for name in Points.__dataclass_fields__
+        if name != "configuration"
+    }
+    return Points(configuration=[points.configuration[i] for i in index], **fields)
+
+
+def folds_of(points: Points, folds: int, seed: int) -> NDArray[np.int64]:
+    """The fold in which each point is left out with all of its configuration: by hash into `folds`,
+    or each configuration on its own for 0.
+    """
+    if folds == 0:
+        names = {c: k for k, c in enumerate(sorted(set(points.configuration)))}
+        return np.array([names[c] for c in points.configuration], np.int64)
+    words = ["|".join((str(seed), *c)).encode() for c in points.configuration]
+    hashes = [int.from_bytes(blake2b(w, digest_size=4).digest(), "big") for w in words]
+    return np.array(hashes, np.int64) % folds
+
+
+def left_out_predictions(
+    points: Points,
+    *,
+    folds: int = 0,
+    seed: int = 1,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> tuple[Floats, Floats]:
+    """(TPOT, TTFT) of every point by a model that saw no point of its configuration.
+
+    The set holds some runs under two names of a model; a run that is left out is left out under
+    both.
+    """
+    fold = folds_of(points, folds, seed)
+    run = np.array(
+        [
+            hash((c[0], c[1], *(round(float(x), 7) for x in numbers)))
+            for c, *numbers in zip(
+                points.configuration, points.isl, points.osl, points.concurrency, points.ttft,
+                points.tpot, strict=True,
+            )
+        ]
+    )  # fmt: skip
+    tpot, ttft = np.zeros(len(points)), np.zeros(len(points))
+    for k in progress(np.unique(fold).tolist()):
+        out = fold == k
+        model = Corrected().fit(take(points, ~out & ~np.isin(run, run[out])))
+        tpot[out], ttft[out] = model.predict(take(points, out))
+    return tpot, ttft
+
+
+def profile_of(constants: Floats, points: Points, i: int, uncertainty: float) -> Profile:
+    """The profile of point i's replica."""
+    system, backend, model, precision = points.configuration[i]
+    n, ranks = int(points.gpus[i]), int(points.ranks[i])
+    values = Constants(*constants[i].tolist())
+    shape = SHAPES[architecture(model)]
+    if not shape.taken:
+        values = values._replace(experts=0.0, expert_tokens=1.0)
+    values = values._replace(expert_tokens=values.expert_tokens / ranks)
+    card = device(system)
+    return Profile(
+        key=ProfileKey(gpu=system, engine=backend, model=model, precision=precision, tp=n, ep=1),
+        **values._asdict(),
+        chunk=8192,
+        max_seqs=512,
+        kv_capacity=kv_tokens(system, shape, precision, n, ranks),
+        max_context=32768,
+        price=card.price * n,
+        power=card.power * n,
+        uncertainty=uncertainty,
+    )
