@@ -1,6 +1,6 @@
 """What a bad candidate does before it is stopped, through the real decision core.
 
-    python benchmarks/rollout.py [--seeds 20] [--json]
+    python benchmarks/rollout.py [--seeds 5] [--draws 300] [--json]
 
 Every row is a way for a candidate policy to be bad, tried as a canary beside best-fit; the columns
 say what stopped it, how many of its requests that took (median and worst over the seeds), and
@@ -12,6 +12,8 @@ shifted   prompts thirty times as long as those of the fit, from some request on
 slow      every decision of the candidate beyond its budget, as the shell would report it
 worse N   its requests miss their limits N points more often than the others' 5 %
 equal     no difference: how many of the seeds are rolled back falsely (alpha is 1 %)
+
+The last two are also drawn without the core, many more times, for the test alone.
 
 Requests come one after another; whether a limit is missed is drawn by the driver, so that the
 difference is exactly what the row says. A quarter of the tenants are canaries.
@@ -57,6 +59,7 @@ from policies import registry
 from policies.config import BestFitPolicy, LinearPolicy
 from policies.core import DecisionCore
 from policies.factory import build_core
+from policies.sequential import AttainmentTest
 from predictors.estimator import BaselineEstimator
 
 TENANTS = 200
@@ -204,8 +207,20 @@ CASES = (
     Case(name="worse 95", candidate=CANDIDATE, miss=1.0),
     Case(name="worse 10", candidate=CANDIDATE, miss=BASE_MISS + 0.10),
     Case(name="worse 3", candidate=CANDIDATE, miss=BASE_MISS + 0.03, most=10_000),
-    Case(name="equal", candidate=CANDIDATE, most=3_000),
+    Case(name="equal", candidate=CANDIDATE, most=1_000),
 )
+
+
+def alone(miss: float, most: int, seed: int) -> int | None:
+    """The test without a core: the candidate's requests until the alarm, None if there is none."""
+    chance, test = random.Random(seed), AttainmentTest()
+    while test.candidate < most:
+        mine = chance.random() < SHARE
+        met = chance.random() >= (miss if mine else BASE_MISS)
+        test.observe(0, candidate=mine, met=met)
+        if test.alarm:
+            return test.candidate
+    return None
 
 
 def refused() -> dict[str, str]:
@@ -236,7 +251,8 @@ def refused() -> dict[str, str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; 1 if anything was lost or a bad candidate went on."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--draws", type=int, default=300, help="runs of the test alone")
     parser.add_argument("--cases", nargs="*", help="only these rows")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
@@ -248,11 +264,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         began = time.process_time()
         results = [Driver(case, seed).run() for seed in range(args.seeds)]
         rows.append((case, results, time.process_time() - began))
+    drawn = {
+        "worse 3": [alone(BASE_MISS + 0.03, 10_000, seed) for seed in range(args.draws)],
+        "equal": [alone(BASE_MISS, 10_000, seed) for seed in range(args.draws)],
+    }
     if args.json:
         print(
             json.dumps(
                 {
                     "refused": at_door,
+                    "alone": drawn,
                     "cases": {c.name: [asdict(r) for r in results] for c, results, _ in rows},
                 }
             )
@@ -260,7 +281,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         for what, why in at_door.items():
             print(f"refused   {what:<18} {why}")
-        print("case       stopped  by        canary requests until then   nothing lost   CPU-s")
+        print(
+            "case       stopped  by        canary requests until then   decided itself  "
+            "nothing lost   CPU-s"
+        )
         for case, results, spent in rows:
             stopped = [r for r in results if r.by is not None]
             counts = [r.canaries - (case.long_after or 0) for r in stopped]
@@ -268,8 +292,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             span = f"median {median(counts):.0f}, most {max(counts)}" if counts else "-"
             print(
                 f"{case.name:<10} {len(stopped):>2} of {len(results):<3} {reasons:<9} {span:<28} "
+                f"{max(r.decided for r in results):>14}  "
                 f"{all(r.nothing_lost for r in results)!s:<13} {spent:.1f}"
             )
+        for name, found in drawn.items():
+            stopped_at = sorted(c for c in found if c is not None)
+            span = "-"
+            if stopped_at:
+                most = stopped_at[int(0.95 * (len(stopped_at) - 1))]
+                span = f"median {median(stopped_at):.0f}, 95 % within {most}"
+            print(f"{name:<10} {len(stopped_at)} of {len(found)} (test alone)  {span}")
     fine = all(r.nothing_lost for _, results, _ in rows for r in results)
     caught = all(
         r.by is not None for case, results, _ in rows for r in results if case.name != "equal"

@@ -178,7 +178,9 @@ class DriftPlusPenaltyPolicy(_Policy):
     kind: Literal["drift_plus_penalty"]
     base: BasePolicy = BestFitPolicy()  # only its scorer counts; the core's options are here
     targets: tuple[Target, ...] = ()
-    v: float = Field(default=10.0, gt=0.0)  # requests owed that weigh one unit of score
+    v: float = Field(
+        default=1.0, gt=0.0
+    )  # requests owed that weigh one unit of score (a rank's: 1)
     cap: float = Field(default=10.0, gt=0.0)  # requests owed at most: 5 % to spare pays in 200
     leak: float = Field(default=0.05, gt=0.0, lt=1.0)  # lost per request once out of reach
     rest: int = Field(default=500, ge=1)  # requests before an unreachable target is tried again

@@ -20,6 +20,7 @@ import argparse
 import csv
 import json
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,11 @@ from training.dataset import data_folder, read_columns
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-V = 2.0
-"""Requests owed that weigh the price of the dearest model."""
+V = 0.2
+"""Requests owed that weigh the price of the dearest model: prices differ by 0.8 where scores differ
+by 0.06, so the queue must outweigh 13 to 1 before it can buy."""
+CAPS = (inf, 10.0)
+"""Without a cap, as MESS+ has it, and with the wrapper's."""
 EXPLORE = 0.1
 """MESS+'s c."""
 PRIOR = 10.0
@@ -89,7 +93,7 @@ def load(folder: Path) -> Scores:
     return Scores(models=models, score=table[whole], price=price / price.max(), task=task[whole])
 
 
-def run(data: Scores, share: float, seed: int, *, v: float = V) -> Outcome:
+def run(data: Scores, share: float, seed: int, *, v: float = V, cap: float = inf) -> Outcome:
     """All prompts once in a random order, promised `share` of the best single model's mean."""
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(data.score))
@@ -97,7 +101,7 @@ def run(data: Scores, share: float, seed: int, *, v: float = V) -> Outcome:
     best = int(score.mean(axis=0).argmax())
     alpha = share * float(score[:, best].mean())
     n, k = score.shape
-    queue = VirtualQueue(alpha, cap=20.0)
+    queue = VirtualQueue(alpha, cap)
     total = np.zeros((task.max() + 1, k))
     seen = np.zeros_like(total)
     overall, labels = np.full(k, 0.5), np.full(k, 1.0)
@@ -145,14 +149,19 @@ def main() -> None:
     args = parser.parse_args()
     data = load(data_folder(args.data))
     grid = (0.90, 0.93, 0.96, 0.98, 1.0)
-    runs = {share: [run(data, share, seed) for seed in range(args.seeds)] for share in grid}
+    runs = {
+        (cap, share): [run(data, share, seed, cap=cap) for seed in range(args.seeds)]
+        for cap in CAPS
+        for share in grid
+    }
     if args.json:
-        print(json.dumps({str(share): [asdict(r) for r in found] for share, found in runs.items()}))
+        shown = {f"cap {cap:g}, {share}": found for (cap, share), found in runs.items()}
+        print(json.dumps({name: [asdict(r) for r in found] for name, found in shown.items()}))
         return
     print(f"{len(data.score)} prompts, {len(data.models)} models; best single: cost 1")
-    print("share of best  target  satisfied  last half  cost   with labels  met after (most)")
-    for share, found in runs.items():
-        print(_row(share, found))
+    print("cap   share of best  target  satisfied  last half  cost   with labels  met after (most)")
+    for (cap, share), found in runs.items():
+        print(f"{cap:<5g} {_row(share, found)}")
 
 
 def _row(share: float, found: list[Outcome]) -> str:

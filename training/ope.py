@@ -8,7 +8,8 @@ estimators, since each fails differently:
     SNIPS   sum of w r / sum of w: narrower, slightly biased
     DR      a model of r for the target's route, put right by w (r - model): IPS's honesty, narrow
             where the model is good
-    SWITCH  DR without the corrections whose w is beyond `switch`: bounded weights, trusts the model
+    SWITCH  DR without the corrections whose w is beyond a threshold, chosen for the least sum of
+            variance and worst squared bias; its interval does not hold that bias
 
 Intervals are percentiles of a bootstrap over blocks of consecutive requests, since neighbours share
 their load. An estimate is refused below an effective sample size of 100, and where the weights do
@@ -239,11 +240,12 @@ def evaluate(
     target: Ints,
     reward: str,
     *,
-    switch: float = 50.0,
+    switch: float | None = None,
     resamples: int = 1000,
     seed: int = 0,
 ) -> list[Estimate]:
-    """All four estimates of the mean reward under a policy that takes `target` (n,).
+    """All four estimates of the mean reward under a policy that takes `target` (n,). `switch` is
+    SWITCH's threshold; None chooses it.
 
     Raises: ConfigError for a reward that the log does not hold.
     """
@@ -266,13 +268,16 @@ def evaluate(
             "explored, or that the log leaves out"
         )
     model = _model(log, r)
+    if not total:
+        return [_refusal(reward, m, refused or "the target agrees with no line") for m in _METHODS]
     rows = np.arange(n)
     there, here = model[rows, target], model[:, 0]
+    bound = _threshold(w, there, r - here, r) if switch is None else switch
     terms = {
         "ips": (w * r, np.ones(n)),
         "snips": (w * r, w),
         "dr": (there + w * (r - here), np.ones(n)),
-        "switch": (there + np.where(w <= switch, w, 0.0) * (r - here), np.ones(n)),
+        "switch": (there + np.where(w <= bound, w, 0.0) * (r - here), np.ones(n)),
     }
     rng = np.random.default_rng(seed)
     blocks = min(n, BLOCKS)
@@ -310,6 +315,21 @@ def _refusal(reward: str, method: str, why: str) -> Estimate:
         reward=reward, method=method, value=nan, low=nan, high=nan, ess=0.0, mean_weight=nan,
         requests=0, refused=why, interferes=reward in INTERFERES,
     )  # fmt: skip
+
+
+def _threshold(w: Floats, there: Floats, residual: Floats, r: Floats) -> float:
+    """The bound on w with the least variance + (bias bound)^2; the bias of leaving corrections out
+    is at most the reward's range times the target's share of what is left out (Wang et al.).
+    """
+    n, extent = len(w), float(np.ptp(r))
+    best, least = inf, inf
+    for bound in [*np.unique(np.quantile(w[w > 0], np.linspace(0, 1, 9))).tolist(), inf]:
+        kept = w <= bound
+        variance = float((there + np.where(kept, w, 0.0) * residual).var()) / n
+        bias = extent * float(np.where(kept, 0.0, w).mean())
+        if variance + bias**2 < least:
+            best, least = bound, variance + bias**2
+    return best
 
 
 def _model(log: Log, r: Floats) -> Floats:

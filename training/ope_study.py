@@ -7,7 +7,7 @@ gateway writes them. Each of fifty `linear` policies with random weights, kept t
 P(SLO) is within 0.02 of the best as exploration is, is judged from that log and then run itself on
 other requests of the same scenario. Rewards: `good`, whether the answer is good enough (harder
 prompts fail more, more so on coarser variants), and `cost`, the route's price for the work. Neither
-depends on the queue; what does is the mix of routes that are nearly best, so the load is moderate.
+depends on the queue; what does is which routes are nearly best, so the load is light.
 
 The truth of a policy is the mean over its own run. Each run takes the log's first requests, and
 what it gives beyond what the log's policy gave *them* is added to what that policy gave all: so the
@@ -36,8 +36,9 @@ from training.traces import rows
 from training.virtual import VirtualShell
 
 WITHIN = 0.02
-RATE = 14.0
-"""Requests/s: about a third of what this fleet carries."""
+RATE = 0.7
+"""Requests/s: so few that one replica alone would carry them, whichever a policy prefers. At 14/s
+its own queue changes what a policy may choose, and intervals hold the truth far less often."""
 
 
 def scenario(requests: int) -> Scenario:
