@@ -61,7 +61,6 @@ def scenario(requests: int) -> Scenario:
         classes={"standard": Promise(rank=1, ttft=4.0, tpot=0.2)},
         requests=requests,
         warmup=0,
-        rates=(RATE,),
     )
 
 

@@ -65,7 +65,6 @@ def scenario() -> Scenario:
         },
         requests=2 * (BEFORE + IMPOSSIBLE + AFTER),
         warmup=0,
-        rates=(RATE,),
     )
 
 
