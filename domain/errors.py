@@ -2,7 +2,8 @@
 
     ServingError
     |-- InvalidRequest   client's fault: MalformedBody, PayloadTooLarge, Unauthenticated,
-    ModelForbidden, |                    UnknownModel, ContextTooLong
+    ModelForbidden, |                    UnknownModel, ContextTooLong, UnknownRequest,
+    |                    FeedbackRepeated
     |-- Rejected         never queued: RateLimited, QuotaExhausted, QueueFull, DeadlineUnreachable,
     NoReplica |-- Evicted          queued, never sent: DeadlineExpired, ClientGone, ShuttingDown
     `-- BackendError     sent: BackendUnavailable, BackendTimeout, BackendProtocolError,
@@ -60,6 +61,14 @@ class UnknownModel(InvalidRequest):
 
 class ContextTooLong(InvalidRequest):
     """Prompt and answer do not fit the context of any replica that serves the model."""
+
+
+class UnknownRequest(InvalidRequest):
+    """No recent answer has this id, or it is another tenant's."""
+
+
+class FeedbackRepeated(InvalidRequest):
+    """The answer has been judged already."""
 
 
 class Rejected(ServingError):

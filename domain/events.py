@@ -166,10 +166,23 @@ class ConfigReloaded:
 
 @dataclass(frozen=True, slots=True)
 class ModelSwapped:
-    """The estimator was replaced by another of this version."""
+    """A learned model of the estimator is replaced by another of this version; `artifact` is the
+    model itself as a file's bytes, so that a log can be lived through without any file.
+    """
 
     at: float
     version: str
+    artifact: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackGiven:
+    """A client has judged the answer to its request `id` by `variant`: `score` in [0, 1]."""
+
+    at: float
+    id: str
+    variant: str
+    score: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +243,7 @@ Event = (
     | ForeignLoad
     | PolicyChanged
     | TrialChanged
+    | FeedbackGiven
 )
 
 # ---- actions

@@ -78,6 +78,8 @@ class Prediction(NamedTuple):
     context: float = 0.0
     backlog: float = 0.0
     staleness: float = 0.0
+    basis: tuple[float, ...] = ()
+    """The row a learned latency model saw (`predictors.latency`); empty where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

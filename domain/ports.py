@@ -132,6 +132,19 @@ class Estimator(Protocol):
     ) -> None:
         """Write the predictions of every masked (request, route) into `out`."""
 
+    def basis(self, index: int, route: int) -> tuple[float, ...]:
+        """What a learned latency model saw of the `index`-th request on a route at the last `fill`,
+        for `Prediction.basis`; empty where there is none.
+        """
+
+    def feedback(self, variant: str, score: float) -> float | None:
+        """Take in how good (0 to 1) a client found an answer of a variant; the variant's base rate
+        from now on, None where it is not known.
+        """
+
+    def swap(self, version: str, data: bytes) -> None:
+        """Take another model of this version, from its bytes; one that cannot be used is left."""
+
     def learn(self, outcome: Outcome) -> None:
         """Take one outcome in."""
 

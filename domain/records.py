@@ -12,6 +12,23 @@ from domain.outcome import Outcome
 SCHEMA_VERSION = 1
 
 
+def feedback_record(
+    request_id: str, tenant: str, variant: str, score: float, at: float
+) -> dict[str, Any]:
+    """The JSON object of one feedback in the decision log: `at` in Unix seconds, `score` in
+    [0, 1]. It names its request under `feedback_to`, so that the request's own line stays the one
+    with its id.
+    """
+    return {
+        "schema": SCHEMA_VERSION,
+        "feedback_to": request_id,
+        "at": at,
+        "tenant": tenant,
+        "variant": variant,
+        "score": score,
+    }
+
+
 def decision_record(
     outcome: Outcome,
     candidates: tuple[Candidate, ...],
@@ -22,6 +39,8 @@ def decision_record(
     wall_offset: float,
     feature_schema: str = "",
     shadow: Candidate | None = None,
+    kinds: tuple[str, ...] = (),
+    latency_schema: str = "",
 ) -> dict[str, Any]:
     """The JSON object of one decision-log line.
 
@@ -59,6 +78,8 @@ def decision_record(
         "route": None if outcome.route is None else routes[outcome.route],
         "replica": None if outcome.replica is None else replicas[outcome.replica],
         "variant": None if outcome.variant is None else variants[outcome.variant],
+        "kind": kinds[outcome.replica] if kinds and outcome.replica is not None else "",
+        "latency_schema": latency_schema,
         "candidates": [
             {
                 "route": routes[c.route],
@@ -89,6 +110,7 @@ def decision_record(
             "context": prediction.context,
             "backlog": prediction.backlog,
             "staleness": prediction.staleness,
+            "basis": list(prediction.basis),
         },
         "outcome": {
             "cause": outcome.cause.value,

@@ -55,6 +55,21 @@ STATUS = _object(
     open=_list(_object(id=TEXT, tenant=TEXT, model=TEXT, age=NUMBER, tokens=COUNT)),
     recent=_list(RECORD),
 )
+FEEDBACK = _object(
+    object={"const": "feedback"},
+    id=TEXT,
+    variant=TEXT,
+    score={"type": "number", "minimum": 0, "maximum": 1},
+)
+FEEDBACK_BODY: Schema = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string", "minLength": 1, "maxLength": 128},
+        "score": {"type": "number", "minimum": 0, "maximum": 1},
+    },
+    "required": ["id", "score"],
+    "additionalProperties": False,
+}
 METER = _object(
     running=COUNT,
     requests_in_window={"type": ["integer", "null"], "minimum": 0},
@@ -74,6 +89,11 @@ def answers_json(schema: Schema, **others: Schema) -> Responses:
     for status, other in others.items():
         found[int(status[1:])] = _json("See its message.", other)
     return found
+
+
+def takes_json(schema: Schema) -> dict[str, Any]:
+    """What a route takes, for `openapi_extra`."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def answers_text(kind: str) -> Responses:

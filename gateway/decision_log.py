@@ -32,8 +32,9 @@ _log = logging.getLogger(__name__)
 class DecisionLog:
     """Async context manager over a rotating JSONL file; `path` None keeps only the recent ones.
 
-    `append` takes a function that makes the record, so that the work happens off the critical
-    path. Files rotate at `max_bytes` to `path.1`, `path.2`, ... up to `keep`.
+    `readers` are shown every record. `append` takes a function that makes the record, so that the
+    work happens off the critical path. Files rotate at `max_bytes` to `path.1`, `path.2`, ... up to
+    `keep`.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class DecisionLog:
         self._keep = keep
         self._waiting: list[Callable[[], Record]] = []
         self._recent: deque[Record] = deque(maxlen=recent)
+        self.readers: list[Callable[[Record], None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._batches: queue.Queue[tuple[bytes, int] | None] = queue.Queue(PENDING_BATCHES)
         self._writer: threading.Thread | None = None
@@ -102,7 +104,10 @@ class DecisionLog:
             except Exception:  # noqa: BLE001 - outermost of a background job: one bad record is one line
                 self.dropped += 1
                 _log.exception("a decision record could not be made")
-        self._recent.extend(records)
+        self._recent.extend(r for r in records if "feedback_to" not in r)
+        for read in self.readers:
+            for record in records:
+                read(record)
         if self._writer is not None and records:
             lines = b"".join(
                 orjson.dumps(r, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)

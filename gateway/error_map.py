@@ -31,6 +31,8 @@ ROWS: dict[type[errors.ServingError], Row] = {
     errors.ModelForbidden: Row(403, "permission_error", "model_forbidden"),
     errors.UnknownModel: Row(404, "invalid_request_error", "model_not_found"),
     errors.ContextTooLong: Row(400, "invalid_request_error", "context_length_exceeded"),
+    errors.UnknownRequest: Row(404, "invalid_request_error", "request_not_found"),
+    errors.FeedbackRepeated: Row(409, "invalid_request_error", "feedback_repeated"),
     errors.RateLimited: Row(429, "rate_limit_error", "rate_limit_exceeded"),
     errors.QuotaExhausted: Row(429, "rate_limit_error", "insufficient_quota"),
     errors.QueueFull: Row(503, "server_error", "queue_full"),

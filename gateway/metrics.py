@@ -129,6 +129,7 @@ class Metrics:
         self.sent = Counts()
         self.attempts = Counts()
         self.refusals = Counts()
+        self.feedback = Counts()
         self.tokens = Histograms(TOKENS)
         self.duration = Histograms(DURATION)
         self.ttft = Histograms(FIRST_TOKEN)
@@ -148,6 +149,7 @@ class Metrics:
             ("sluice_sent", "Attempts sent.", ("replica",), self.sent),
             ("sluice_attempts", "Attempts ended.", ("replica", "cause"), self.attempts),
             ("sluice_refused", "Requests refused unread.", ("error",), self.refusals),
+            ("sluice_feedback", "Answers judged by clients.", ("variant",), self.feedback),
         )
         model = "gen_ai_request_model"
         self._histograms = (

@@ -17,10 +17,18 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from backends.wire.openai import SURFACES, Surface
-from domain.errors import ModelForbidden, Unauthenticated, UnknownModel
+from domain.errors import (
+    FeedbackRepeated,
+    ModelForbidden,
+    Unauthenticated,
+    UnknownModel,
+    UnknownRequest,
+)
 from domain.request import AUTO, QuotaUsage, Tenant
 from gateway.api_schema import (
     ERROR,
+    FEEDBACK,
+    FEEDBACK_BODY,
     HEALTH,
     MODEL,
     MODELS,
@@ -32,10 +40,12 @@ from gateway.api_schema import (
     USAGE,
     answers_json,
     answers_text,
+    takes_json,
 )
 from gateway.asgi import answer
 from gateway.decision_log import DecisionLog
 from gateway.error_map import http_reply
+from gateway.feedback import read_feedback
 from gateway.intake import Identify
 from gateway.metrics import Metrics, Snapshot
 from gateway.relay import ClientRequest, Plane
@@ -92,6 +102,31 @@ def build_router(desk: Desk) -> APIRouter:
         if not _may(tenant, name):
             raise ModelForbidden(f"this key may not use {name!r}")
         return _json(_model(desk, name))
+
+    @router.post(
+        "/v1/feedback",
+        response_class=Response,
+        responses=answers_json(
+            FEEDBACK, _400=ERROR, _401=ERROR, _404=ERROR, _409=ERROR, _413=ERROR
+        ),
+        openapi_extra=takes_json(FEEDBACK_BODY),
+    )
+    async def feedback(request: Request) -> Response:
+        tenant = tenant_of(request)
+        told = read_feedback(await request.body())
+        try:
+            variant = desk.shell.feedback(told.id, tenant.name, told.score)
+        except UnknownRequest:
+            argument = orjson.dumps([told.id, tenant.name, told.score]).decode()
+            elsewhere = await desk.others.ask("feedback", argument)
+            if not elsewhere:
+                raise
+            variant = elsewhere[0]["variant"]
+            if variant is None:
+                raise FeedbackRepeated(
+                    f"request {told.id!r} has been judged already", param="id"
+                ) from None
+        return _json({"object": "feedback", "id": told.id, "variant": variant, "score": told.score})
 
     @router.get("/health", response_class=Response, responses=answers_json(HEALTH))
     async def health() -> Response:
@@ -192,8 +227,22 @@ def answers(desk: Desk) -> dict[str, Answer]:
         "find": desk.log.find,
         "drain": lambda name: _drain(desk.shell, name, drained=True),
         "restore": lambda name: _drain(desk.shell, name, drained=False),
+        "feedback": lambda argument: _feedback(desk.shell, argument),
         "drained": lambda _: [seat.name for seat in desk.shell.seats if seat.drained],
     }
+
+
+def _feedback(shell: Shell, argument: str) -> dict[str, str | None] | None:
+    """A feedback that another worker was given: which variant it was for, None in it where it had
+    been judged, None where the answer was not from here.
+    """
+    request_id, tenant, score = orjson.loads(argument)
+    try:
+        return {"variant": shell.feedback(request_id, tenant, score)}
+    except UnknownRequest:
+        return None
+    except FeedbackRepeated:
+        return {"variant": None}
 
 
 async def join(desk: Desk) -> None:

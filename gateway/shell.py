@@ -39,10 +39,12 @@ from domain.events import (
     ConfigReloaded,
     Draining,
     Event,
+    FeedbackGiven,
     FirstToken,
     FleetChanged,
     ForeignLoad,
     Hold,
+    ModelSwapped,
     PolicyChanged,
     Progress,
     Reading,
@@ -58,11 +60,12 @@ from domain.events import (
 from domain.fleet import FleetSpec
 from domain.outcome import Cause, Outcome, Usage, UsageSource
 from domain.ports import Scorer, Store
-from domain.records import decision_record
+from domain.records import decision_record, feedback_record
 from domain.request import InferenceRequest, QuotaUsage, Tenant
 from gateway.decision_log import DecisionLog, Record
 from gateway.error_map import refusal
 from gateway.event_log import EventLog
+from gateway.feedback import AnsweredRequests
 from gateway.intake import PASSED_ON, Intake, ignored_limits
 from gateway.limit_headers import limit_headers
 from gateway.metrics import Gauge, Metrics
@@ -70,6 +73,7 @@ from gateway.relay import AttemptReport, Relay
 from gateway.store.memory import MemoryStore
 from policies.bucket import Account
 from policies.rollout import GuardTally, Trial, TrialStatus, status_of
+from predictors import latency
 from predictors.features import SCHEMA_HASH
 
 FRESH = 0.02
@@ -241,6 +245,7 @@ class Shell:
         self._inbox: deque[Event] = deque()
         self._busy = False
         self._open: dict[str, Pending] = {}
+        self.answered = AnsweredRequests()
         self._looked_at = 0.0
         self._last = clock()
         self._timer: asyncio.TimerHandle | None = None
@@ -412,6 +417,21 @@ class Shell:
             )
         )
 
+    def feedback(self, request_id: str, tenant: str, score: float) -> str:
+        """A tenant has judged the answer to its request, 0 (bad) to 1 (good); the variant that
+        gave it.
+
+        Raises: UnknownRequest, FeedbackRepeated.
+        """
+        variant = self.answered.judge(request_id, tenant)
+        at = self._at(self._clock())
+        self._feed(FeedbackGiven(at, request_id, variant, score))
+        self._metrics.feedback.add((variant,))
+        self._log.append(
+            lambda: feedback_record(request_id, tenant, variant, score, at + self._wall_offset)
+        )
+        return variant
+
     def recognised(self, replica: int, adapter: Adapter) -> None:
         """A replica that joined late has said which engine it is."""
         self._seats[replica].salt_field = adapter.cache_salt
@@ -487,9 +507,14 @@ class Shell:
         """Names and headers of a fleet."""
         self._fleet, self._routes = fleet, routes
         self._replicas = tuple(r.name for r in fleet.replicas)
+        self._kinds = tuple(latency.class_of(r.profile) for r in fleet.replicas)
         self._variants = tuple(v.name for v in fleet.variants)
         self._variant_of = {r.name: fleet.variant(r.variant) for r in fleet.replicas}
         self._headers = [_name_headers(r.name, r.variant) for r in fleet.replicas]
+
+    def swap_model(self, version: str, artifact: bytes) -> None:
+        """Let the estimator predict with another model from now on."""
+        self._feed(ModelSwapped(self._at(self._clock()), version, artifact))
 
     async def drain(self, grace: float) -> None:
         """Take nothing new, refuse what waits, and wait for what runs, at most `grace` seconds."""
@@ -654,6 +679,10 @@ class Shell:
             model = self._variant_of[replica].model
             self._learn_tokens(model, outcome.request.prompt_chars, outcome.usage.prompt)
         self._log.append(lambda: self._record(outcome, pending.candidates, pending.shadow))
+        answered = outcome.cause is Cause.FINISHED or outcome.first_token is not None
+        if answered and outcome.variant is not None:
+            request = outcome.request
+            self.answered.remember(request.id, request.tenant, self._variants[outcome.variant])
         if not self._open:
             self._empty.set()
 
@@ -669,6 +698,8 @@ class Shell:
             wall_offset=self._wall_offset,
             feature_schema=SCHEMA_HASH if outcome.request.features else "",
             shadow=shadow,
+            kinds=self._kinds,
+            latency_schema=latency.SCHEMA_HASH,
         )
 
     # ---- replicas

@@ -409,6 +409,7 @@ class Chooser:
             context=fleet.context.item(r) + fleet.foreign_context.item(r),
             backlog=fleet.backlog_tokens.item(p) + fleet.foreign_backlog.item(p),
             staleness=fleet.age.item(r),
+            basis=self._estimator.basis(i, route),
         )
 
     def _candidates(self, block: _Block, i: int, route: int) -> tuple[Candidate, ...]:

@@ -35,6 +35,7 @@ from domain.events import (
     ConfigReloaded,
     Draining,
     Event,
+    FeedbackGiven,
     FirstToken,
     FleetChanged,
     ForeignLoad,
@@ -120,10 +121,11 @@ class DecisionCore:
             AvailabilityChanged: self._availability_changed,
             FleetChanged: self._fleet_changed,
             ConfigReloaded: self._config_reloaded,
-            ModelSwapped: self._nothing,
+            ModelSwapped: self._model_swapped,
             ScorerLate: self._scorer_late,
             PolicyChanged: self._policy_changed,
             TrialChanged: self._trial_changed,
+            FeedbackGiven: self._feedback_given,
             Tick: self._tick,
             Draining: self._drain,
         }
@@ -650,6 +652,18 @@ class DecisionCore:
         for learner in self._learners:
             learner.learn(lesson)
 
+    def _model_swapped(self, event: ModelSwapped) -> list[Action]:
+        """Let the estimator predict with another model from now on."""
+        self.estimator.swap(event.version, event.artifact)
+        return self._release(self._now)
+
+    def _feedback_given(self, event: FeedbackGiven) -> list[Action]:
+        """Move a variant's base rate, and what quality floors are held against."""
+        rate = self.estimator.feedback(event.variant, event.score)
+        if rate is not None:
+            self.state.rate(event.variant, rate)
+        return []
+
     def _scorer_late(self, event: ScorerLate) -> list[Action]:
         until, oversight = event.at + self.options.late_penalty, self._chooser.oversight
         if oversight is None or not oversight.late(until):
@@ -665,6 +679,3 @@ class DecisionCore:
         for entry in list(self.queue.oldest(len(self.queue))):
             actions += self._shed(entry, Reason.SHUTTING_DOWN, self._now, retry_after=1.0)
         return actions
-
-    def _nothing(self, _event: Event) -> list[Action]:
-        return []

@@ -37,6 +37,7 @@ class FleetState:
         self._hold = hold
         self._pushed_at = -inf
         self._claims: dict[int, tuple[Entry, float]] = {}
+        self._rates: dict[str, float] = {}
         self.spec = FleetSpec(replicas=(), variants=())
         self.columns: FleetColumns = fleet_columns(())
         self.measured_at: Floats = np.zeros(0)
@@ -113,6 +114,13 @@ class FleetState:
     def usable(self) -> int:
         """How many replicas take requests."""
         return int(self.columns.usable.sum())
+
+    def rate(self, variant: str, quality: float) -> None:
+        """Hold quality floors against another base rate of a variant; kept over fleets."""
+        self._rates[variant] = quality
+        for c, v in enumerate(self.variant):
+            if self.spec.variants[v].name == variant:
+                self.quality[c] = quality
 
     # ---- bookings
 
@@ -224,7 +232,8 @@ class FleetState:
         self.prefill: list[int] = table.routes.prefill.tolist()
         self.variant: list[int] = table.routes.variant.tolist()
         variants = [spec.variants[v] for v in self.variant]
-        self.quality: Floats = np.array([v.quality for v in variants], np.float64)
+        rates = [self._rates.get(v.name, v.quality) for v in variants]
+        self.quality: Floats = np.array(rates, np.float64)
         self.max_context: dict[str, float] = {}
         self.price: dict[str, float] = {}
         for model, mask in self.by_model.items():

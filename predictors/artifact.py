@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,8 +78,8 @@ def save(artifact: Artifact, path: Path) -> None:
     temporary.replace(path)
 
 
-def load(path: Path, *, kind: str, schema: str = "") -> Artifact:
-    """Read and check one artifact.
+def load(path: Path | BinaryIO, *, kind: str, schema: str = "") -> Artifact:
+    """Read and check one artifact, from a file by its path or from an open one.
 
     Raises: ArtifactError when it is missing, not an artifact, of another kind, format or feature
     schema, too large, damaged, or holds anything but finite plain numbers.
@@ -99,7 +99,7 @@ def load(path: Path, *, kind: str, schema: str = "") -> Artifact:
         raise ArtifactError(f"{path}: cannot be unpacked ({exc}); fit it again") from exc
 
 
-def _read(archive: zipfile.ZipFile, path: Path, kind: str, schema: str) -> Artifact:
+def _read(archive: zipfile.ZipFile, path: Path | BinaryIO, kind: str, schema: str) -> Artifact:
     members = archive.infolist()
     if sum(member.file_size for member in members) > MAX_BYTES or len(members) > 256:
         raise ArtifactError(f"{path}: larger than {MAX_BYTES} bytes unpacked; refused")

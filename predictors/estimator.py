@@ -22,14 +22,16 @@ from domain.columns import (
     RequestColumns,
     Routes,
 )
-from domain.fleet import FleetSpec, Profile
+from domain.fleet import FleetSpec, Profile, Variant
 from domain.length import LengthDistribution
 from domain.native import compiled
 from domain.outcome import Cause, Outcome, Prediction, UsageSource
 from domain.ports import Estimator
 from domain.request import InferenceRequest
+from predictors.feedback import FeedbackPriors
 from predictors.joint import Reliability, calibrate_into
-from predictors.roofline import Loads, OnlineScales, loads_of, roofline_into
+from predictors.latency import ROOF_TPOT, ROOF_TTFT, USED, WIDTH
+from predictors.roofline import FIXED, Loads, OnlineScales, loads_of, roofline_into
 from predictors.running import RunningLengths
 
 MIDDLE = len(LOAD_GRID) // 2
@@ -66,6 +68,8 @@ class BaselineEstimator:
         self._profiles: list[Profile] = []
         self._scales = OnlineScales(np.zeros(0))
         self._quality = np.zeros(0)
+        self._feedback = FeedbackPriors()
+        self._variants: list[Variant] = []
         self._native: Callable[..., None] | None = None
         self._loads: tuple[FleetColumns, Loads] | None = None
 
@@ -73,6 +77,12 @@ class BaselineEstimator:
     def version(self) -> str:
         """Changes when the arithmetic does, not with what was learned on line."""
         return "baseline-2"
+
+    @property
+    def step_factors(self) -> Floats:
+        """Learned factor on the profile's step of a stream alone, (m,)."""
+        factors: Floats = self._scales.rows[FIXED]
+        return factors
 
     def bind(self, fleet: FleetSpec, routes: Routes) -> None:
         """Take the fleet in; scales of replicas that stay, by name, are kept."""
@@ -83,7 +93,12 @@ class BaselineEstimator:
         self._names = [r.name for r in fleet.replicas]
         self._profiles = [r.profile for r in fleet.replicas]
         self._scales = scales
-        self._quality = np.array([fleet.variants[v].quality for v in routes.variant.tolist()])
+        self._variants = [fleet.variants[v] for v in routes.variant.tolist()]
+        self._quality = np.array([self.rate(v) for v in self._variants])
+
+    def rate(self, variant: Variant) -> float:
+        """Base rate of good answers of a variant: its prior, moved by feedback."""
+        return self._feedback.rate(variant.name, variant.quality)
 
     def length(self, request: InferenceRequest) -> LengthDistribution:
         """The running distribution of the request's model and text group."""
@@ -131,6 +146,25 @@ class BaselineEstimator:
             out,
         )
 
+    def basis(self, index: int, route: int) -> tuple[float, ...]:  # noqa: ARG002 - learned ones do
+        """Nothing: no learned latency model here."""
+        return ()
+
+    def feedback(self, variant: str, score: float) -> float | None:
+        """Move the base rate of a variant of this fleet."""
+        found = next((v for v in self._variants if v.name == variant), None)
+        if found is None:
+            return None
+        self._feedback.observe(variant, score)
+        rate = self.rate(found)
+        for c, each in enumerate(self._variants):
+            if each.name == variant:
+                self._quality[c] = rate
+        return rate
+
+    def swap(self, version: str, data: bytes) -> None:
+        """Nothing here can be replaced."""
+
     def learn(self, outcome: Outcome) -> None:
         """Take one outcome in: lengths from engine counts, scales from first tokens, P(SLO) from
         limits met.
@@ -146,16 +180,13 @@ class BaselineEstimator:
         prediction = outcome.prediction
         if prediction is None or outcome.replica is None or outcome.sent is None:
             return
+        ttft, tpot, used = _roofline(prediction)
         if outcome.first_token is not None and request.stream:
-            self._scales.learn_ttft(
-                outcome.replica, prediction.ttft[MIDDLE], outcome.first_token - outcome.sent
-            )
+            self._scales.learn_ttft(outcome.replica, ttft, outcome.first_token - outcome.sent)
         if single and outcome.tpot is not None and request.stream and usage.completion >= 4:
             alone, shared = self._step(outcome.replica, prediction, request.prompt_tokens)
-            self._scales.learn_tpot(
-                outcome.replica, alone, shared, prediction.tpot[MIDDLE], outcome.tpot
-            )
-        if outcome.met is not None and outcome.cause is not Cause.SHED:
+            self._scales.learn_tpot(outcome.replica, alone, shared, tpot, outcome.tpot)
+        if outcome.met is not None and outcome.cause is not Cause.SHED and not used:
             self._reliability.observe(prediction.p_raw, met=outcome.met)
 
     def _step(self, replica: int, prediction: Prediction, prompt: float) -> tuple[float, float]:
@@ -169,6 +200,16 @@ class BaselineEstimator:
         step = profile.overhead + profile.per_sequence * batch
         step += profile.experts * batch / (batch + profile.expert_tokens)
         return alone, step + max(memory, profile.per_token * batch) - alone
+
+
+def _roofline(prediction: Prediction) -> tuple[float, float, bool]:
+    """The roofline's own medians (s) of TTFT and TPOT, and whether learned ones stood in for
+    them.
+    """
+    basis = prediction.basis
+    if len(basis) != WIDTH:
+        return prediction.ttft[MIDDLE], prediction.tpot[MIDDLE], False
+    return basis[ROOF_TTFT], basis[ROOF_TPOT], bool(basis[USED])
 
 
 _conforms: type[Estimator] = BaselineEstimator

@@ -14,7 +14,13 @@ def build_estimator(config: EstimatorConfig) -> Estimator:
 
             return BaselineEstimator()
         case "learned":
-            from predictors.learned import PACKAGED, LearnedEstimator, load_parts
+            from predictors.learned import (
+                PACKAGED,
+                LearnedEstimator,
+                load_parts,
+                packaged_latency,
+            )
 
             length = config.length if config.length is not None else PACKAGED / "length.npz"
-            return LearnedEstimator(*load_parts(length, config.quality))
+            latency = config.latency if config.latency is not None else packaged_latency()
+            return LearnedEstimator(*load_parts(length, config.quality, latency))

@@ -25,6 +25,8 @@ from predictors.artifact import ArtifactError
 from predictors.conformal import RollingConformal
 from predictors.drift import PageHinkley
 from predictors.estimator import BaselineEstimator
+from predictors.latency_gbdt import LatencyGbdt
+from predictors.latency_layer import LatencyLayer
 from predictors.length_gbdt import LengthGbdt, z_of
 from predictors.quality import QualityModel
 from predictors.running import RunningLengths
@@ -43,8 +45,13 @@ class LearnedEstimator:
     """
 
     def __init__(
-        self, length: LengthGbdt | None = None, quality: QualityModel | None = None
+        self,
+        length: LengthGbdt | None = None,
+        quality: QualityModel | None = None,
+        latency: LatencyGbdt | None = None,
     ) -> None:
+        self.latency = LatencyLayer(latency)
+        self._prefill: list[int] = []
         self._length = length
         self._quality_model = quality
         self._running = RunningLengths()
@@ -61,6 +68,8 @@ class LearnedEstimator:
         """Versions of what was fitted; on-line state does not change it."""
         parts = [self._base.version]
         parts += [part.version for part in (self._length, self._quality_model) if part is not None]
+        if self.latency.model is not None:
+            parts.append(self.latency.version)
         return "+".join(parts)
 
     @property
@@ -71,8 +80,10 @@ class LearnedEstimator:
     def bind(self, fleet: FleetSpec, routes: Routes) -> None:
         """Take the fleet in."""
         self._base.bind(fleet, routes)
+        self.latency.bind(fleet)
+        self._prefill = routes.prefill.tolist()
         self._variants = tuple(fleet.variants[v].name for v in routes.variant.tolist())
-        self._priors = [fleet.variants[v].quality for v in routes.variant.tolist()]
+        self._priors = [self._base.rate(fleet.variants[v]) for v in routes.variant.tolist()]
 
     def length(self, request: InferenceRequest) -> LengthDistribution:
         """Forecast of the request, its P90 corrected to cover 90 % of this tenant's answers."""
@@ -110,6 +121,7 @@ class LearnedEstimator:
     ) -> None:
         """The baseline's columns, with learned quality where a request carries features."""
         self._base.fill(requests, fleet, routes, mask, now, out, requests_of)
+        self.latency.fill(requests, fleet, routes, mask, self._base.step_factors, now, out)
         if self._quality_model is None or len(set(self._variants)) < 2:
             return
         for i, request in enumerate(requests_of):
@@ -124,6 +136,22 @@ class LearnedEstimator:
             )
             for c in np.flatnonzero(mask[i]).tolist():
                 out.quality[i, c] = found[names[c]]
+
+    def basis(self, index: int, route: int) -> tuple[float, ...]:
+        """The row of the chosen route, for the next fit."""
+        return self.latency.basis(index, route)
+
+    def feedback(self, variant: str, score: float) -> float | None:
+        """Move the base rate that a variant's learned quality starts from."""
+        rate = self._base.feedback(variant, score)
+        if rate is not None:
+            named = zip(self._variants, self._priors, strict=True)
+            self._priors = [rate if name == variant else prior for name, prior in named]
+        return rate
+
+    def swap(self, version: str, data: bytes) -> None:
+        """Another latency model."""
+        self.latency.swap(version, data)
 
     def learn(self, outcome: Outcome) -> None:
         """Take one outcome in: conformal rank and drift of the forecast, then the baseline's."""
@@ -144,6 +172,8 @@ class LearnedEstimator:
                 self._align.observe(request.tenant, score, z_of(own, tokens))
             if not cut and self._length is not None:
                 self._watch(request.model, forecast, own, tokens)
+        if outcome.route is not None:
+            self.latency.learn(outcome, self._prefill[outcome.route])
         self._base.learn(outcome)
 
     def _watch(
@@ -173,10 +203,17 @@ def corrected(forecast: LengthDistribution, level: float) -> LengthDistribution:
     return LengthDistribution(forecast.survival ** min(max(power, 0.25), 4.0))
 
 
+def packaged_latency() -> Path | None:
+    """The latency artifact that ships; None where none does: the roofline serves until a refit."""
+    path = PACKAGED / "latency.npz"
+    return path if path.exists() else None
+
+
 def load_parts(
-    length: Path | None, quality: Path | None
-) -> tuple[LengthGbdt | None, QualityModel | None]:
+    length: Path | None, quality: Path | None, latency: Path | None = None
+) -> tuple[LengthGbdt | None, QualityModel | None, LatencyGbdt | None]:
     """Models of the artifacts; one that cannot be used is logged and left to the baseline."""
+    pace: LatencyGbdt | None = None
     model: LengthGbdt | None = None
     judge: QualityModel | None = None
     try:
@@ -187,7 +224,11 @@ def load_parts(
         judge = None if quality is None else QualityModel.load(quality)
     except ArtifactError:
         _log.exception("learned quality is off, the variants' priors serve")
-    return model, judge
+    try:
+        pace = None if latency is None else LatencyGbdt.load(latency)
+    except ArtifactError:
+        _log.exception("learned latency is off, the roofline serves")
+    return model, judge, pace
 
 
 _conforms: type[Estimator] = LearnedEstimator

@@ -22,7 +22,7 @@ embeddings by heart.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -33,10 +33,11 @@ from numpy.typing import NDArray
 
 from domain.errors import ShapeError
 from domain.length import BINS, EDGES, LengthDistribution
+from domain.native import compiled
 from predictors.artifact import Artifact, ArtifactError, load
 from predictors.features import DENSE_SIZE, MODEL_SIZE, SCHEMA_HASH, SIZE, model_features
 from predictors.text import TextEncoder
-from predictors.trees import Forest, check, walk
+from predictors.trees import Forest, check
 
 Floats = NDArray[np.float64]
 
@@ -99,7 +100,10 @@ class LengthGbdt:
             self._low = np.asarray(arrays["range_low"], np.float64)
             self._high = np.asarray(arrays["range_high"], np.float64)
             self._check_shapes()
-            self._columns = np.ascontiguousarray(self._kernel.landmarks.T)
+            self._columns = np.ascontiguousarray(self._kernel.landmarks.T, np.float32)
+            self._alpha = np.ascontiguousarray(self._kernel.alpha)
+            self._score: Callable[..., None] | None = None
+            self._walk: Callable[..., None] | None = None
         except (KeyError, ShapeError, ValueError, TypeError, IndexError) as exc:
             raise ArtifactError(f"length artifact does not fit together: {exc}") from exc
 
@@ -149,7 +153,11 @@ class LengthGbdt:
         kernel = self._kernel
         position = kernel.position(features[:DENSE_SIZE], self._text.embed(features))
         found = np.zeros(kernel.alpha.shape[1])
-        _score(position, self._columns, kernel.alpha, -0.5 / kernel.width**2, found)
+        scale = -0.5 / kernel.width**2
+        arguments = (position.astype(np.float32), self._columns, self._alpha, scale, found)
+        if self._score is None:
+            self._score = compiled(_score, *arguments)
+        self._score(*arguments)
         return found
 
     def factors(
@@ -164,7 +172,10 @@ class LengthGbdt:
         at += MODEL_SIZE
         row[at : at + OWN_SIZE] = own_features(own)
         out = np.empty(STRETCHES)
-        _factors(row, *self._forest, out)
+        arguments = (row, *self._forest, out)
+        if self._walk is None:
+            self._walk = compiled(_factors, *arguments)
+        self._walk(*arguments)
         return out
 
 
@@ -228,25 +239,66 @@ def _reshape(own, factors, knots, out):  # type: ignore[no-untyped-def]  # noqa:
 
 @njit(cache=True)
 def _score(position, columns, alpha, scale, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Sum of exp(scale * |position - landmark|^2) * alpha; `columns` is (D, R)."""
-    squared = np.zeros(columns.shape[1])
+    """Sum of exp(scale * |position - landmark|^2) * alpha; `columns` is (D, R), both float32."""
+    squared = np.zeros(columns.shape[1], np.float32)
     for d in range(columns.shape[0]):
         x = position[d]
         for r in range(columns.shape[1]):
             gap = x - columns[d, r]
             squared[r] += gap * gap
     for r in range(columns.shape[1]):
-        weight = np.exp(scale * squared[r])
+        weight = np.exp(scale * float(squared[r]))
         for s in range(out.shape[0]):
             out[s] += weight * alpha[r, s]
 
 
 @njit(cache=True)
 def _factors(row, root, feature, threshold, left, right, missing, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    for k in range(out.shape[0]):
-        row[row.shape[0] - 1] = k
-        raw = walk(row, root, feature, threshold, left, right, missing)
-        out[k] = np.exp(min(max(raw, -MAX_FACTOR), MAX_FACTOR))
+    """Clipped sums of leaves for k = 0, 1, ... in the row's last column: each tree is walked once.
+
+    Where a node asks for k the stretches part: those up to its threshold go left, the rest right.
+    """
+    stretches = out.shape[0]
+    last = row.shape[0] - 1
+    out[:] = 0.0
+    # one entry a time the stretches part, and they can part no more often than there are of them
+    nodes = np.empty(stretches + 1, np.int64)
+    firsts = np.empty(stretches + 1, np.int64)
+    ends = np.empty(stretches + 1, np.int64)
+    for tree in range(root.shape[0]):
+        nodes[0], firsts[0], ends[0] = root[tree], 0, stretches
+        waiting = 1
+        while waiting > 0:
+            waiting -= 1
+            node, first, end = nodes[waiting], firsts[waiting], ends[waiting]
+            while feature[node] >= 0:
+                if feature[node] == last:
+                    cut = first
+                    while cut < end and cut <= threshold[node]:
+                        cut += 1
+                    if cut == end:
+                        node = left[node]
+                    elif cut == first:
+                        node = right[node]
+                    else:
+                        nodes[waiting], firsts[waiting], ends[waiting] = right[node], cut, end
+                        waiting += 1
+                        node, end = left[node], cut
+                    continue
+                value = row[feature[node]]
+                if np.isnan(value):
+                    if missing[node] == 1:
+                        node = left[node]
+                        continue
+                    if missing[node] == 2:
+                        node = right[node]
+                        continue
+                    value = 0.0
+                node = left[node] if value <= threshold[node] else right[node]
+            for k in range(first, end):
+                out[k] += threshold[node]
+    for k in range(stretches):
+        out[k] = np.exp(min(max(out[k], -MAX_FACTOR), MAX_FACTOR))
 
 
 # ---- arrays of an artifact

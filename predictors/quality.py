@@ -5,7 +5,7 @@
 The prior of a variant is its base rate (from feedback, else from its config); boosted trees add
 what the prompt says, from kernel regressions of difficulty: one over all models, and one per model
 that the fit knew. f = 0 where features are missing or strange, so the prior is the fallback.
-`FeedbackPriors` moves the priors with sparse feedback.
+`predictors.feedback` moves the priors with sparse feedback.
 """
 
 from __future__ import annotations
@@ -42,30 +42,6 @@ def logit(p: float) -> float:
 def sigmoid(x: float) -> float:
     """1 / (1 + e^-x)."""
     return 1.0 / (1.0 + math.exp(-min(max(x, -40.0), 40.0)))
-
-
-class FeedbackPriors:
-    """Base rate of each variant: a beta posterior that forgets.
-
-    `weight` outcomes' worth of the configured prior; old feedback counts half after `half_life`
-    answers of that variant. Scores outside [0, 1] and NaN are ignored.
-    """
-
-    def __init__(self, *, weight: float = 30.0, half_life: float = 1000.0) -> None:
-        self._weight = weight
-        self._keep = 0.5 ** (1.0 / half_life)
-        self._sums: dict[str, tuple[float, float]] = {}
-
-    def rate(self, variant: str, prior: float) -> float:
-        """Expected share of good answers."""
-        good, seen = self._sums.get(variant, (0.0, 0.0))
-        return (good + self._weight * prior) / (seen + self._weight)
-
-    def observe(self, variant: str, score: float) -> None:
-        """Take one feedback in, 0 (bad) to 1 (good)."""
-        if 0.0 <= score <= 1.0:
-            good, seen = self._sums.get(variant, (0.0, 0.0))
-            self._sums[variant] = (good * self._keep + score, seen * self._keep + 1.0)
 
 
 class QualityModel:

@@ -8,7 +8,7 @@ and attention pooling read order and context. Both were distilled from a sentenc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,18 @@ from numba import njit
 from numpy.typing import NDArray
 
 from domain.errors import ShapeError
+from domain.native import compiled
 from predictors.artifact import Artifact, load
 from predictors.features import DENSE_SIZE, SCHEMA_HASH, WORD_IDS
 
 Floats = NDArray[np.float64]
 
 KIND = "text_encoder"
+REMEMBERED = 4096
+"""Words whose products with the convolution are kept: about one in twenty words of a prompt is none
+of these, and three additions a word and channel are left of the convolution."""
+LANES = 8
+"""Attention heads are padded to so many, which compiled code handles as one vector."""
 
 
 class TextEncoder:
@@ -67,6 +73,12 @@ class TextEncoder:
                 raise ShapeError(f"text network has shapes {shapes}, not {want}")
             self._network = (convolve, bias, attend, project, offset)
             self.size = int(project.shape[1])
+            lanes = -(-a // LANES) * LANES
+            self._attend = np.zeros((h, lanes), np.float32)
+            self._attend[:, :a] = attend
+            self._keys = np.full(REMEMBERED, -1, np.int64)
+            self._products = np.zeros((REMEMBERED, 3 * h), np.float32)
+            self._native: Callable[..., float] | None = None
 
     @classmethod
     def packaged(cls) -> TextEncoder:
@@ -98,20 +110,22 @@ class TextEncoder:
 
     def embed(self, features: Floats) -> Floats:
         """Embedding (D,) of one feature vector."""
-        ids = features[DENSE_SIZE:].astype(np.int64)
-        used = np.flatnonzero(ids)
-        if len(used) == 0:
-            return np.zeros(self.size)
-        ids = ids[: used[-1] + 1]
-        words = self._table[self._index[np.clip(ids, 0, WORD_IDS - 1)]]
         if self._network is None:
-            vector = words.sum(0).astype(np.float64)
-        else:
-            vector = np.zeros(self.size)
-            _network(words, *self._network, vector)
-        norm = float(np.sqrt((vector**2).sum()))
-        unit: Floats = vector / max(norm, 1e-9)
-        return unit
+            ids = np.clip(features[DENSE_SIZE:], 0, WORD_IDS - 1).astype(np.int64)
+            vector = self._table[self._index[ids]].sum(0).astype(np.float64)
+            unit: Floats = vector / max(float(np.sqrt((vector**2).sum())), 1e-9)
+            return unit
+        convolve, bias, attend, project, offset = self._network
+        out = np.zeros(self.size)
+        arguments = (
+            np.ascontiguousarray(features[DENSE_SIZE:], np.float64), self._index, self._table,
+            convolve, bias, self._attend, attend.shape[1], project, offset, self._keys,
+            self._products, out,
+        )  # fmt: skip
+        if self._native is None:
+            self._native = compiled(_network, *arguments)
+        self._native(*arguments)
+        return out
 
     def embed_many(self, features: Floats) -> Floats:
         """Embeddings (n, D) of feature vectors (n, SIZE)."""
@@ -155,55 +169,87 @@ class TextEncoder:
 
 
 @njit(cache=True)
-def _network(words, convolve, bias, attend, project, offset, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Convolution, attention and projection in plain loops: a library's threads would fight the
-    gateway for its core.
+def _network(  # type: ignore[no-untyped-def]  # noqa: ANN202
+    slots,  # noqa: ANN001
+    index,  # noqa: ANN001
+    table,  # noqa: ANN001
+    convolve,  # noqa: ANN001
+    bias,  # noqa: ANN001
+    attend,  # noqa: ANN001
+    heads,  # noqa: ANN001
+    project,  # noqa: ANN001
+    offset,  # noqa: ANN001
+    keys,  # noqa: ANN001
+    products,  # noqa: ANN001
+    out,  # noqa: ANN001
+):
+    """Unit embedding of word slots into out (D,), zero where there is no word.
+
+    Plain loops: a library's threads would fight the gateway for its core. A convolution is a sum of
+    one product a word and place, so products of words seen lately are kept (`keys`, `products`);
+    what is kept changes no result.
     """
-    n, d = words.shape
-    h, heads = attend.shape
+    n = 0
+    for i in range(slots.shape[0]):
+        if slots[i] != 0.0:
+            n = i + 1
+    if n == 0:
+        return
+    d = table.shape[1]
+    h = bias.shape[0]
+    lanes = attend.shape[1]
+    unknown = table.shape[0] - 1
     hidden = np.empty((n, h), np.float32)
-    weights = np.empty((n, heads), np.float32)
     for i in range(n):
         for k in range(h):
             hidden[i, k] = bias[k]
+    for j in range(n):
+        word = index[int(min(max(slots[j], 0.0), index.shape[0] - 1.0))]
+        if word < 0 or word >= unknown:
+            continue
+        at = word % keys.shape[0]
+        product = products[at]
+        if keys[at] != word:
+            keys[at] = word
+            product[:] = 0.0
+            for o in range(3):
+                for c in range(d):
+                    x = table[word, c]
+                    for k in range(h):
+                        product[o * h + k] += x * convolve[o * d + c, k]
         for o in range(3):
-            j = i + o - 1
-            if j < 0 or j >= n:
-                continue
-            at = o * d
-            whole = d - d % 4
-            for c in range(0, whole, 4):  # four at a time: a sum is read and written once for all
-                w, x, y, z = words[j, c], words[j, c + 1], words[j, c + 2], words[j, c + 3]
+            i = j + 1 - o
+            if 0 <= i < n:
                 for k in range(h):
-                    hidden[i, k] += (
-                        w * convolve[at + c, k]
-                        + x * convolve[at + c + 1, k]
-                        + y * convolve[at + c + 2, k]
-                        + z * convolve[at + c + 3, k]
-                    )
-            for c in range(whole, d):
-                for k in range(h):
-                    hidden[i, k] += words[j, c] * convolve[at + c, k]
-        for a in range(heads):
-            weights[i, a] = 0.0
+                    hidden[i, k] += product[o * h + k]
+    pooled = np.zeros((heads + 1, h), np.float32)
+    total = np.zeros(heads + 1, np.float32)
+    weight = np.empty(lanes, np.float32)
+    for i in range(n):
+        weight[:] = 0.0
         for k in range(h):
-            hidden[i, k] = max(hidden[i, k], np.float32(0.0))
-            for a in range(heads):
-                weights[i, a] += hidden[i, k] * attend[k, a]
-        for a in range(heads):
-            weights[i, a] = np.exp(min(max(weights[i, a], np.float32(-30.0)), np.float32(30.0)))
-    for k in range(out.shape[0]):
-        out[k] = offset[k]
-    pooled = np.zeros(h)
-    for a in range(heads + 1):  # the last one is the plain mean
-        total = 0.0
-        pooled[:] = 0.0
-        for i in range(n):
-            weight = float(weights[i, a]) if a < heads else 1.0
-            total += weight
+            value = max(hidden[i, k], np.float32(0.0))
+            hidden[i, k] = value
+            for a in range(lanes):
+                weight[a] += value * attend[k, a]
+        for a in range(heads + 1):  # the last one is the plain mean
+            w = np.float32(1.0)
+            if a < heads:
+                w = np.exp(min(max(weight[a], np.float32(-30.0)), np.float32(30.0)))
+            total[a] += w
             for k in range(h):
-                pooled[k] += weight * hidden[i, k]
+                pooled[a, k] += w * hidden[i, k]
+    vector = np.empty(out.shape[0], np.float32)
+    for m in range(out.shape[0]):
+        vector[m] = offset[m]
+    for a in range(heads + 1):
         for k in range(h):
-            x = pooled[k] / total
+            share = pooled[a, k] / total[a]
             for m in range(out.shape[0]):
-                out[m] += x * project[a * h + k, m]
+                vector[m] += share * project[a * h + k, m]
+    norm = 0.0
+    for m in range(out.shape[0]):
+        norm += float(vector[m]) * float(vector[m])
+    norm = max(np.sqrt(norm), 1e-9)
+    for m in range(out.shape[0]):
+        out[m] = vector[m] / norm

@@ -163,8 +163,10 @@ async def reloadable(
     from gateway.features import feature_vector
     from policies.bucket import DAY
     from policies.factory import build_core, warm
+    from predictors.config import LearnedConfig
     from predictors.factory import build_estimator
     from predictors.tokens import TokenRatio
+    from sluice.refit import learning
 
     door = Door(settings)
     tenants = door.tenants
@@ -235,6 +237,8 @@ async def reloadable(
             await watch.look()
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             stack.callback(tasks.create_task(watch.watching()).cancel)
+        if isinstance(settings.predictors, LearnedConfig):
+            await stack.enter_async_context(learning(gateway, core.estimator, settings.predictors))
         yield reloader
 
 

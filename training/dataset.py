@@ -161,16 +161,23 @@ def split_by_time(answers: Answers, share: float = 0.3) -> Split:
     return Split(known & ~late, late, np.zeros(len(answers), bool))
 
 
-def read_decision_logs(paths: Iterable[Path]) -> Answers:
+def read_decision_logs(paths: Iterable[Path], *, by: str = "model") -> Answers:
     """Finished and cut answers of decision logs (JSON lines) whose feature schema is ours.
 
-    Cancelled, timed-out and cut answers are censored at what they had reached.
+    Cancelled, timed-out and cut answers are censored at what they had reached. `score` is the
+    client's feedback where one came. `by` is what `model` is to hold: the `model` asked for, or the
+    `variant` that answered.
     """
     vectors, rows = [], []
+    scores: dict[str, float] = {}
     for path in paths:
         with path.open() as lines:
             for line in lines:
                 record = json.loads(line)
+                if "feedback_to" in record:
+                    scores[record["feedback_to"]] = float(record["score"])
+                if "outcome" not in record:
+                    continue
                 end = record["outcome"]
                 tokens = float(end["completion_tokens"])
                 features = record["features"]
@@ -179,7 +186,7 @@ def read_decision_logs(paths: Iterable[Path]) -> Answers:
                 limit = record["max_tokens"]
                 cut = end["cause"] != "finished" or (limit is not None and tokens >= limit)
                 vectors.append(features)
-                rows.append((record["id"], record["model"], tokens, cut, float(record["at"])))
+                rows.append((record["id"], record[by], tokens, cut, float(record["at"])))
     count = len(rows)
     return Answers(
         vectors=np.array(vectors, np.float64).reshape(count, SIZE),
@@ -189,7 +196,7 @@ def read_decision_logs(paths: Iterable[Path]) -> Answers:
         model=np.array([row[1] for row in rows], np.str_),
         tokens=np.array([row[2] for row in rows], np.float64),
         censored=np.array([row[3] for row in rows], bool),
-        score=np.full(count, np.nan),
+        score=np.array([scores.get(row[0], np.nan) for row in rows], np.float64),
         at=np.array([row[4] for row in rows], np.float64),
     )
 

@@ -36,6 +36,7 @@ from training.dataset import (
     join,
     load_lengths,
     read_columns,
+    read_decision_logs,
     texts_of,
 )
 
@@ -96,6 +97,18 @@ def load_quality(folder: Path, sets: Sequence[str] = ("mmlu_pro", "gsm", "llmrou
     answers = join(parts)
     known = np.isfinite(answers.score)
     return Judged(answers.take(known), np.concatenate([np.array(t) for t in tasks])[known])
+
+
+def load_judged_logs(paths: Sequence[Path]) -> Judged:
+    """Answers of decision logs that clients gave feedback on; a model is the variant here."""
+    answers = read_decision_logs(paths, by="variant")
+    answers = answers.take(np.isfinite(answers.score))
+    return Judged(answers, np.full(len(answers), "log", dtype="<U16"))
+
+
+def both(parts: Sequence[Judged]) -> Judged:
+    """Several sources as one."""
+    return Judged(join(p.answers for p in parts), np.concatenate([p.task for p in parts]))
 
 
 def _scored(
@@ -572,6 +585,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sluice train quality", description=__doc__)
     parser.add_argument("--data", help="folder of the public data sets (default: SLUICE_DATA)")
     parser.add_argument("--sets", nargs="*", default=["mmlu_pro", "gsm", "llmrouter"])
+    parser.add_argument(
+        "--logs", nargs="*", type=Path, default=[], help="decision logs with feedback, JSON lines"
+    )
     parser.add_argument("--out", type=Path, default=Path("quality.npz"))
     parser.add_argument("--report", type=Path, help="folder for report.json")
     parser.add_argument("--seed", type=int, default=0)
@@ -579,7 +595,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     started = time.perf_counter()
     folder = data_folder(args.data)
-    judged = load_quality(folder, args.sets)
+    parts = [load_quality(folder, args.sets)] if args.sets else []
+    if args.logs:
+        parts.append(load_judged_logs(args.logs))
+    if not any(len(part.answers) for part in parts):
+        print("no judged answers: name sets, or logs with feedback in them", file=sys.stderr)
+        return 2
+    judged = both(parts)
     held = hashed(judged.answers.prompt_ids, "sluice-1|prompt")[judged.answers.prompt] < 0.3
     if args.no_test:
         held[:] = False

@@ -128,6 +128,8 @@ def collect(
     rows, left_out = [], {"not sent": 0, "retried": 0, "random policy": 0, "never explored": 0}
     explored: set[tuple[str, str]] = set()
     for record in records:
+        if "feedback_to" in record:
+            continue
         outcome = record["outcome"]
         if record["route"] is None or not record["candidates"] or outcome["met"] is None:
             left_out["not sent"] += 1

@@ -217,6 +217,7 @@ def from_decision_log(path: Path) -> Trace:
     Raises: ValueError for a log without requests; OSError.
     """
     rows = [orjson.loads(line) for line in path.read_bytes().splitlines() if line.endswith(b"}")]
+    rows = [row for row in rows if "feedback_to" not in row]
     if not rows:
         raise ValueError(f"{path} holds no decisions")
     rows.sort(key=lambda r: r["at"])

@@ -92,6 +92,11 @@ class VirtualShell:
         self._cached = np.zeros(n, np.int64)
         self._verdict = np.full(n, ABSENT, np.int8)
 
+    @property
+    def model(self) -> FleetModel:
+        """The replicas."""
+        return self._model
+
     def run(self) -> Run:
         """Live through the case. Raises: RuntimeError if a request is left without an outcome."""
         began = time.process_time()

@@ -23,6 +23,7 @@ PATHS = {
     "/metrics",
     "/v1/models",
     "/v1/models/{name}",
+    "/v1/feedback",
     "/admin/status",
     "/admin/usage",
     "/admin/usage/{tenant}",
@@ -72,7 +73,7 @@ def test_methods_headers_and_values_that_nobody_declared(url, tmp_path):
         command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 0, done.stdout
-    assert "Tested: 11" in done.stdout
+    assert "Tested: 12" in done.stdout
 
 
 def test_answers_about_things_that_are_there(url):
@@ -81,6 +82,7 @@ def test_answers_about_things_that_are_there(url):
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     with httpx.Client(base_url=url, headers=headers, trust_env=False) as http:
         answer = http.post("/v1/chat/completions", json=body)
+    feedback = {"id": answer.headers["x-request-id"], "score": 1.0}
     names = {
         "/v1/models/{name}": {"name": "m"},
         "/admin/usage/{tenant}": {"tenant": "t"},
@@ -90,6 +92,8 @@ def test_answers_about_things_that_are_there(url):
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     for found in schema.get_all_operations():
         operation = found.ok()
-        case = operation.Case(path_parameters=names.get(operation.path))
+        judged = operation.path == "/v1/feedback"
+        told = {"body": feedback, "media_type": "application/json"} if judged else {}
+        case = operation.Case(path_parameters=names.get(operation.path), **told)
         response = case.call_and_validate(headers=headers)
         assert response.status_code == 200, operation.label

@@ -3,8 +3,9 @@ import pytest
 
 from predictors.artifact import Artifact, ArtifactError
 from predictors.features import DENSE_SIZE, SCHEMA_HASH, SIZE, PromptFacts, encode
+from predictors.feedback import FeedbackPriors
 from predictors.length_gbdt import Kernel, forest_arrays, kernel_arrays
-from predictors.quality import KIND, ROW_SIZE, FeedbackPriors, QualityModel, logit, sigmoid
+from predictors.quality import KIND, ROW_SIZE, QualityModel, logit, sigmoid
 from predictors.trees import Forest
 from tests.fakes.length_model import toy_text
 

@@ -1,0 +1,70 @@
+"""`sluice train length|latency|quality`: fits a predictor; an artifact with its card, and a report.
+
+From tables (public data sets, or the fleet model for latency), from decision logs, or both. The
+jobs are modules of `training`, which run alone as well; their flags follow the kind.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from argparse import REMAINDER, ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+EXAMPLE = (
+    "sluice train latency --logs .sluice/decisions.jsonl --out latency.npz --report report\n"
+    "  sluice train length --data ../shared/data --sets ship --out length.npz\n"
+    "  sluice train quality --data ../shared/data --logs .sluice/decisions.jsonl"
+)
+KINDS = ("length", "latency", "quality")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("kind", choices=KINDS, help="what to fit")
+    parser.add_argument(
+        "flags", nargs=REMAINDER, help="of that job: sluice train KIND --help lists them"
+    )
+
+
+def run(args: Namespace) -> int:
+    """Run the job; its exit code."""
+    with progress(f"fitting {args.kind}"):
+        return _job(args.kind)(args.flags)
+
+
+def _job(kind: str) -> Callable[[Sequence[str]], int]:
+    """The job's entry point; its libraries are imported only now."""
+    match kind:
+        case "length":
+            from training.fit_length import main
+        case "latency":
+            from training.fit_latency import main
+        case _:
+            from training.fit_quality import main
+    return main
+
+
+@contextmanager
+def progress(what: str) -> Iterator[None]:
+    """Say on a terminal's standard error, once a second, how long it has been."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    over = threading.Event()
+    began = time.monotonic()
+
+    def tell() -> None:
+        while not over.wait(1.0):
+            print(f"\r{what}: {time.monotonic() - began:.0f} s ", end="", file=sys.stderr)
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
+        print("\r" + " " * (len(what) + 12) + "\r", end="", file=sys.stderr)
