@@ -11,7 +11,7 @@ import threading
 import time
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 EXAMPLE = (
     "sluice train latency --logs .sluice/decisions.jsonl --out latency.npz --report report\n"
@@ -23,6 +23,7 @@ KINDS = ("length", "latency", "quality")
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
+    parser.add_argument("--json", action="store_true", help="only the result, as JSON; no progress")
     parser.add_argument("kind", choices=KINDS, help="what to fit")
     parser.add_argument(
         "flags", nargs=REMAINDER, help="of that job: sluice train KIND --help lists them"
@@ -31,7 +32,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Run the job; its exit code."""
-    with progress(f"fitting {args.kind}"):
+    with nullcontext() if args.json else progress(f"fitting {args.kind}"):
         return _job(args.kind)(args.flags)
 
 
