@@ -19,11 +19,16 @@ WINDOWS = 5
 """Ends of horizons, at quantiles of the deadlines: what is due by then must be done by then."""
 
 
-def ceiling(case: Case, worth: Floats, counted: Floats) -> float | None:
+def ceiling(
+    case: Case, worth: Floats, counted: Floats, *, stationary: bool = False
+) -> float | None:
     """Largest share of `worth` (n,) that could meet its limits; None where the relaxation does not
     apply (split fleets, causal sessions, requests without any limit).
 
-    `counted` (n,) is 1 for requests in the denominator; others cost nothing here. Per group of
+    `counted` (n,) is 1 for requests in the denominator; others cost nothing here. The ceiling holds
+    for the case as it is, whose last requests may be served long after they came; `stationary`
+    gives that of a load that goes on like this for ever, where work must be done at the pace at
+    which it comes: tighter, but a short case may end above it. Per group of
     equal replicas and horizon, with x_i the share of request i, summed over those due inside it, S
     steps and H seconds from the first arrival of these:
 
@@ -57,6 +62,9 @@ def ceiling(case: Case, worth: Floats, counted: Floats) -> float | None:
         key = (spec.profile, spec.variant)
         groups[key] = groups.get(key, 0) + 1
     ends = np.quantile(due[chosen], np.linspace(0.0, 1.0, WINDOWS + 1)[1:])
+    times = [end - trace.arrival[chosen[due[chosen] <= end]].min() for end in ends.tolist()]
+    if stationary:
+        ends, times = ends[-1:], [float(np.ptp(trace.arrival[chosen]))]
     work, gains, once, limits = [], [], [], []
     for (p, variant), count in groups.items():
         mine = np.flatnonzero(_able(case, p, variant, u, d)[chosen])
@@ -64,17 +72,15 @@ def ceiling(case: Case, worth: Floats, counted: Floats) -> float | None:
         fixed = p.overhead + p.experts / (1.0 + p.expert_tokens)  # a step has one token at least
         columns = _columns(p, trace, u[who], d[who], who)
         parts, steps = [], []
-        for end in ends.tolist():
-            inside = due[who] <= end
-            begin = trace.arrival[chosen[due[chosen] <= end]].min()
-            parts.append(columns * inside)
+        for end, seconds in zip(ends.tolist(), times, strict=True):
+            parts.append(columns * (due[who] <= end))
             steps.append(np.array([[fixed + p.weights], [fixed], [-1.0], [-1.0]]))
-            limits += [count * (end - begin), count * (end - begin), 0.0, 0.0]
+            limits += [count * seconds, count * seconds, 0.0, 0.0]
         work.append(hstack([csr_matrix(np.concatenate(parts)), block_diag(steps)]))
-        gains.append(np.concatenate([worth[who], np.zeros(WINDOWS)]))
+        gains.append(np.concatenate([worth[who], np.zeros(len(ends))]))
         shares = csr_matrix((np.ones(len(mine)), (mine, np.arange(len(mine)))),
                             shape=(len(chosen), len(mine)))  # fmt: skip
-        once.append(hstack([shares, csr_matrix((len(chosen), WINDOWS))]))
+        once.append(hstack([shares, csr_matrix((len(chosen), len(ends)))]))
     found = linprog(
         -np.concatenate(gains),
         A_ub=vstack([block_diag(work), hstack(once)]).tocsr(),

@@ -52,8 +52,8 @@ class Knee:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Yardstick:
-    """What a case allows: a clairvoyant policy's report, and ceilings by linear relaxation of plain
-    attainment and of that by work (w = 5), where the relaxation applies.
+    """What a case allows: a clairvoyant policy's report, and stationary ceilings by linear
+    relaxation of plain attainment and of that by work (w = 5), where the relaxation applies.
     """
 
     scenario: str
@@ -114,8 +114,8 @@ class Worker:
                 [entrant.policy for entrant in unit.entrants],
                 lambda part, policy: self._runner.run(part, policy)[0],
             ),
-            plain=ceiling(case, np.ones(len(case.trace)), counted),
-            by_work=ceiling(case, work_of(case, 5.0), counted),
+            plain=ceiling(case, np.ones(len(case.trace)), counted, stationary=True),
+            by_work=ceiling(case, work_of(case, 5.0), counted, stationary=True),
         )
 
     def knee(self, unit: Unit) -> Knee:

@@ -50,3 +50,11 @@ def test_without_limits_it_does_not_apply():
 
     case = build(small(classes={"any": Promise()}), 1.0, 1)
     assert ceilings(case) == (None, None)
+
+
+def test_a_load_that_goes_on_leaves_no_time_afterwards():
+    case = build(small(), 40.0, 1)
+    worth, counted = np.ones(len(case.trace)), settled(case).astype(float)
+    once = ceiling(case, worth, counted)
+    for_ever = ceiling(case, worth, counted, stationary=True)
+    assert 0.1 < for_ever < once <= 1.0
