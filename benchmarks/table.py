@@ -11,7 +11,7 @@ Four steps, each kept in --out, so that a run that was stopped goes on where it 
 3. the best three of those tuned for @99 in the mixed fleet;
 4. look-ahead and linear relaxation beside 1 in the scenarios of 2.
 
-Writes docs/table.md and docs/table.json.
+Writes docs/table.md (its section "What it says" is written by hand and kept) and docs/table.json.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ TUNED_IN = ("heterogeneous", "homogeneous", "reasoning", "delay_500")
 TUNED = ("lmetric", "predicted", "just_enough", "best_fit", "marginal")
 BEST = ("just_enough", "best_fit", "marginal")
 LOADS_99 = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+READING = "## What it says"
 SMALL_LOADS = (0.3, 0.6, 0.85, 1.0, 1.15, 1.4)
 
 
@@ -176,13 +177,14 @@ def write(args: argparse.Namespace, parts: dict[str, Table]) -> None:
         "# The table",
         "",
         (
-            f"`python benchmarks/table.py --seeds {args.seeds} --requests {args.requests} "
-            f"--live-requests {args.live_requests} --budget {args.budget} --yardsticks "
-            f"{args.yardsticks}`: simulation on the estimated profiles of `configs/profiles`, no "
-            "measurement of a GPU."
+            f"Made by `python benchmarks/table.py` with {args.seeds} seeds, {args.requests} requests "
+            f"a case ({args.live_requests} through the live core), {args.budget} options scored a "
+            "tuned policy. Simulation on the profiles of `configs/profiles/estimated.yaml`: no "
+            "number here is a measurement of a GPU."
         ),
         "",
     ]
+    lines += reading(args.docs / "table.md")
     for title, table in parts.items():
         lines += [f"## {title}", "", markdown(table)]
         (args.out / f"{title.lower().replace(' ', '-').replace('@', '')}.html").write_text(
@@ -194,6 +196,16 @@ def write(args: argparse.Namespace, parts: dict[str, Table]) -> None:
     (args.docs / "table.md").write_text("\n".join(lines).rstrip() + "\n")
     small = {title: table_json(table) for title, table in parts.items()}
     (args.docs / "table.json").write_text(json.dumps(small, separators=(",", ":")) + "\n")
+
+
+def reading(path: Path) -> list[str]:
+    """The section that says what the table says, kept from the file that is replaced."""
+    before = path.read_text().splitlines() if path.exists() else []
+    if READING not in before:
+        return []
+    rest = before[before.index(READING) + 1 :]
+    ends = [k for k, line in enumerate(rest) if line.startswith("## ")]
+    return [READING, *rest[: ends[0] if ends else None]]
 
 
 if __name__ == "__main__":
