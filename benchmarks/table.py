@@ -178,8 +178,8 @@ def write(args: argparse.Namespace, parts: dict[str, Table]) -> None:
         "",
         (
             f"Made by `python benchmarks/table.py` with {args.seeds} seeds, {args.requests} "
-            f"requests a case ({args.live_requests} through the live core), {args.budget} options scored a "
-            "tuned policy. Simulation on the profiles of `configs/profiles/estimated.yaml`: no "
+            f"requests a case ({args.live_requests} through the live core), {args.budget} options "
+            "scored a tuned policy. Simulation on the profiles of `configs/profiles/estimated.yaml`: no "
             "number here is a measurement of a GPU."
         ),
         "",
