@@ -177,10 +177,10 @@ def write(args: argparse.Namespace, parts: dict[str, Table]) -> None:
         "# The table",
         "",
         (
-            f"Made by `python benchmarks/table.py` with {args.seeds} seeds, {args.requests} "
-            f"requests a case ({args.live_requests} through the live core), {args.budget} options "
-            "scored a tuned policy. Simulation on the profiles of `configs/profiles/estimated.yaml`: no "
-            "number here is a measurement of a GPU."
+            f"Made by `python benchmarks/table.py`: {args.seeds} seeds, {args.requests} requests a "
+            f"case, {args.live_requests} through the live core, {args.budget} options scored a tuned "
+            "policy. Simulation on `configs/profiles/estimated.yaml`; no number is a measurement of "
+            "a GPU."
         ),
         "",
     ]
