@@ -177,9 +177,9 @@ def write(args: argparse.Namespace, parts: dict[str, Table]) -> None:
         "# The table",
         "",
         (
-            f"Made by `python benchmarks/table.py`: {args.seeds} seeds, {args.requests} requests a "
-            f"case, {args.live_requests} through the live core, {args.budget} options scored a tuned "
-            "policy. Simulation on `configs/profiles/estimated.yaml`; no number is a measurement of "
+            f"Made by `python benchmarks/table.py`: {args.seeds} seeds, {args.requests} requests "
+            f"a case, {args.live_requests} through the live core, {args.budget} options scored a "
+            "tuned policy. Simulation on `configs/profiles/estimated.yaml`; no number is a measurement of "
             "a GPU."
         ),
         "",
