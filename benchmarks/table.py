@@ -178,9 +178,9 @@ def write(args: argparse.Namespace, parts: dict[str, Table]) -> None:
         "",
         (
             f"Made by `python benchmarks/table.py`: {args.seeds} seeds, {args.requests} requests "
-            f"a case, {args.live_requests} through the live core, {args.budget} options scored a "
-            "tuned policy. Simulation on `configs/profiles/estimated.yaml`; no number is a measurement of "
-            "a GPU."
+            f"a case, {args.live_requests} through the live core, {args.budget} options scored "
+            "a tuned policy. Simulation on `configs/profiles/estimated.yaml`; no number is a "
+            "measurement of a GPU."
         ),
         "",
     ]
@@ -195,6 +195,9 @@ def write(args: argparse.Namespace, parts: dict[str, Table]) -> None:
         lines += [f"`{path.stem}`:", "", "```yaml", path.read_text().strip(), "```", ""]
     (args.docs / "table.md").write_text("\n".join(lines).rstrip() + "\n")
     small = {title: table_json(table) for title, table in parts.items()}
+    for row in (r for part in small.values() for block in part["blocks"] for r in block["rows"]):
+        for name in ("slices", "difference", "at_knee", "plain"):
+            row.pop(name)
     (args.docs / "table.json").write_text(json.dumps(small, separators=(",", ":")) + "\n")
 
 
