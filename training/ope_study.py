@@ -1,13 +1,16 @@
 """Do the intervals of `training.ope` hold the truth? Fifty policies: judged by a log, then run.
 
-    python -m training.ope_study [--policies 50] [--requests 60000] [--truth 4000] [--json]
+    python -m training.ope_study [--policies 50] [--logs 10] [--requests 60000] [--json]
 
-One run in the simulator with `explore: 0.01` writes the log: the live core's own records, as a
+A run in the simulator with `explore: 0.01` writes each log: the live core's own records, as a
 gateway writes them. Each of fifty `linear` policies with random weights, kept to routes whose
 P(SLO) is within 0.02 of the best as exploration is, is judged from that log and then run itself on
 other requests of the same scenario. Rewards: `good`, whether the answer is good enough (harder
 prompts fail more, more so on coarser variants), and `cost`, the route's price for the work. Neither
 depends on the queue; what does is which routes are nearly best, so the load is light.
+
+Policies judged by one log share its luck: if a route happened to be explored too rarely there, all
+that prefer it are off together, and coverage says little. So they are dealt to several logs.
 
 The truth of a policy is the mean over its own run. Each run takes the log's first requests, and
 what it gives beyond what the log's policy gave *them* is added to what that policy gave all: so the
@@ -194,7 +197,8 @@ def main() -> None:
     """Run the study and print how often the truth lay within."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--policies", type=int, default=50)
-    parser.add_argument("--requests", type=int, default=60_000, help="of the log")
+    parser.add_argument("--logs", type=int, default=10, help="logs that the policies are dealt to")
+    parser.add_argument("--requests", type=int, default=60_000, help="of each log")
     parser.add_argument(
         "--truth", type=int, default=4_000, help="requests of each policy's own run"
     )
@@ -202,28 +206,33 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     began = time.process_time()
-    case = build(scenario(args.requests), RATE, args.seed)
-    written = logged(case)
-    log = collect(written.records)
-    print(f"log: {len(log)} decisions, {time.process_time() - began:.0f} CPU-s", flush=True)
-    part = first(case, args.truth)
     found: list[dict[str, Any]] = []
-    for number, weights in enumerate(targets(args.policies, args.seed)):
-        target = linear_target(log, weights, WITHIN)
-        told = truth(case, part, written.place, weights)
-        for reward in ("good", "cost"):
-            for e in evaluate(log, target, reward, seed=number):
-                mean, error = told.means[reward], told.errors[reward]
-                found.append(
-                    {
-                        "policy": number, "reward": reward, "method": e.method, "truth": mean,
-                        "truth_error": error, "value": e.value, "low": e.low, "high": e.high,
-                        "ess": e.ess, "refused": e.refused is not None,
-                        "inside": e.low <= mean <= e.high,
-                    }
-                )  # fmt: skip
-        if not args.json and (number + 1) % 10 == 0:
-            print(f"{number + 1} policies, {time.process_time() - began:.0f} CPU-s", flush=True)
+    wanted = targets(args.policies, args.seed)
+    for k in range(args.logs):
+        case = build(scenario(args.requests), RATE, args.seed + k)
+        written = logged(case)
+        log = collect(written.records)
+        part = first(case, args.truth)
+        for number in range(k, args.policies, args.logs):
+            weights = wanted[number]
+            target = linear_target(log, weights, WITHIN)
+            told = truth(case, part, written.place, weights)
+            for reward in ("good", "cost"):
+                for e in evaluate(log, target, reward, seed=number):
+                    mean, error = told.means[reward], told.errors[reward]
+                    found.append(
+                        {
+                            "policy": number, "log": k, "reward": reward, "method": e.method,
+                            "truth": mean, "truth_error": error, "value": e.value, "low": e.low,
+                            "high": e.high, "ess": e.ess, "mean_weight": e.mean_weight,
+                            "refused": e.refused is not None, "inside": e.low <= mean <= e.high,
+                        }
+                    )  # fmt: skip
+        if not args.json:
+            print(
+                f"log {k + 1}: {len(log)} decisions, {time.process_time() - began:.0f} CPU-s",
+                flush=True,
+            )
     if args.json:
         print(json.dumps(found))
     else:
