@@ -418,8 +418,11 @@ def release(
         b.who[0] = fresh
         n = np.int64(1)
     else:
-        let_go(rows, q, w, g, b.expired, now)
-        press_claims(rows, q, fl, rt, now)
+        if q.total[0].expiring > 0 and rows[q.by_expiry[0]].expires <= now:
+            let_go(rows, q, w, g, b.expired, now)
+        first = ripest(rows, q)
+        if q.total[0].claims > 0 or (first != NONE and rows[first].ripe < now):
+            press_claims(rows, q, fl, rt, now)
     while True:
         if not alone:
             if q.total[0].waiting == 0 or not kernels.any_open(

@@ -48,8 +48,10 @@ LANE = record(i="tenant size born head tail")
 """Requests of one tenant and class that wait, oldest at the head; `born` orders lanes by when they
 were last made.
 """
-TOTAL = record(f="work least_prompt", i="waiting made expiring")
-"""What waits: seconds of work, least prompt, requests; lanes made; requests that can expire."""
+TOTAL = record(f="work least_prompt", i="waiting made expiring claims")
+"""What waits: seconds of work, least prompt, requests; lanes made; requests that can expire; claims
+on windows.
+"""
 
 
 class Room(NamedTuple):
@@ -413,6 +415,7 @@ def release_claim(rows: Records, q: Room, i: int) -> None:
         q.claimed[r] = NONE
         q.claimant[r] = NONE
         q.claim_until[r] = np.inf
+        q.total[0].claims -= 1
         rows[i].claim = NONE
 
 
@@ -471,4 +474,5 @@ def press_claims(rows: Records, q: Room, fl: FleetColumns, rt: Routes, now: floa
             q.claimed[best] = rows[i].tie
             q.claimant[best] = i
             q.claim_until[best] = now + patience
+            q.total[0].claims += 1
             best = least_held(q, fl, rt)

@@ -269,6 +269,10 @@ def speculative_gain(tokens: int, acceptance: float) -> int:
     return round(sum(acceptance**i for i in range(tokens + 1)) * ONE)
 
 
+inlined = njit(cache=True, error_model="numpy", forceinline=True)
+"""Small functions: a call would copy the description of every array of `Physics`, 1.5 KB."""
+
+
 # ---- stretches
 
 
@@ -332,7 +336,7 @@ def steps_before(ph: Physics, r: int, now: float, inclusive: bool) -> int:
         jump *= 2
 
 
-@njit(cache=True, error_model="numpy")
+@inlined
 def gained(ph: Physics, r: int, k: int) -> int:
     """Tokens that k steps of the present stretch give each decoding sequence."""
     return (ph.replica[r].credit + k * ph.replica[r].gain) >> 16
@@ -347,7 +351,7 @@ def tokens_done(ph: Physics, r: int, now: float) -> int:
     return gained(ph, r, k)
 
 
-@njit(cache=True, error_model="numpy")
+@inlined
 def truncate(ph: Physics, r: int, now: float) -> None:
     """End the present stretch with the step that runs at `now`."""
     if ph.replica[r].stretch <= 1:
@@ -360,13 +364,13 @@ def truncate(ph: Physics, r: int, now: float) -> None:
 # ---- pages and prefix blocks
 
 
-@njit(cache=True, error_model="numpy")
+@inlined
 def pages_for(ph: Physics, tokens: int) -> int:
     """Pages that hold this many tokens."""
     return (tokens + ph.page - 1) >> ph.page_shift
 
 
-@njit(cache=True, error_model="numpy")
+@inlined
 def growth(ph: Physics, r: int, k: int) -> int:
     """Pages that k more tokens for every decoding sequence take."""
     pages = ph.replica[r].n_decode * (k >> ph.page_shift)
@@ -376,7 +380,7 @@ def growth(ph: Physics, r: int, k: int) -> int:
     return pages
 
 
-@njit(cache=True, error_model="numpy")
+@inlined
 def ahead(ph: Physics, r: int) -> int:
     """Tokens for which a step asks room beforehand."""
     return ph.replica[r].spec_tokens + 1
@@ -410,7 +414,7 @@ def list_remove(ph: Physics, r: int, b: int) -> None:
     ph.replica[r].evictable -= 1
 
 
-@njit(cache=True, error_model="numpy")
+@inlined
 def take_pages(ph: Physics, r: int, n: int) -> None:
     """Take n pages, evicting prefix blocks where needed; the caller has checked that they exist."""
     while ph.replica[r].free < n:
@@ -421,13 +425,13 @@ def take_pages(ph: Physics, r: int, n: int) -> None:
     ph.replica[r].free -= n
 
 
-@njit(cache=True, error_model="numpy")
+@inlined
 def available(ph: Physics, r: int) -> int:
     """Pages that are free or can be made so without hurting a sequence."""
     return ph.replica[r].free + ph.replica[r].evictable * ph.block_pages
 
 
-@njit(cache=True, error_model="numpy")
+@inlined
 def private_tokens(ph: Physics, j: int) -> int:
     """Tokens in job j's own pages (its prompt is reserved whole)."""
     tokens = ph.job[j].target - ph.job[j].shared * ph.block
@@ -436,7 +440,7 @@ def private_tokens(ph: Physics, j: int) -> int:
     return tokens
 
 
-@njit(cache=True, error_model="numpy")
+@inlined
 def release_room(ph: Physics, r: int, j: int) -> None:
     """Give back job j's pages and blocks; later blocks are evicted before earlier ones."""
     ph.replica[r].free += pages_for(ph, private_tokens(ph, j))
@@ -472,7 +476,7 @@ def share_computed(ph: Physics, r: int, j: int) -> None:
 # ---- queue and batch
 
 
-@njit(cache=True, error_model="numpy")
+@inlined
 def queue_back(ph: Physics, r: int, j: int) -> None:
     """Put j at the end of r's queue."""
     ph.job[j].previous_job = ph.replica[r].tail
@@ -500,7 +504,7 @@ def queue_front(ph: Physics, r: int, j: int) -> None:
     ph.job[j].state = WAITING
 
 
-@njit(cache=True, error_model="numpy")
+@inlined
 def queue_remove(ph: Physics, r: int, j: int) -> None:
     """Take j out of r's queue."""
     before, after = ph.job[j].previous_job, ph.job[j].next_job
@@ -515,7 +519,7 @@ def queue_remove(ph: Physics, r: int, j: int) -> None:
     ph.replica[r].n_waiting -= 1
 
 
-@njit(cache=True, error_model="numpy")
+@inlined
 def sift_up(ph: Physics, r: int, i: int) -> None:
     """Restore the heap of decoding jobs upwards from i."""
     key, job = ph.heap_key[r, i], ph.heap_job[r, i]
@@ -529,7 +533,7 @@ def sift_up(ph: Physics, r: int, i: int) -> None:
     ph.heap_key[r, i], ph.heap_job[r, i] = key, job
 
 
-@njit(cache=True, error_model="numpy")
+@inlined
 def sift_down(ph: Physics, r: int, i: int) -> None:
     """Restore the heap of decoding jobs downwards from i."""
     n = ph.replica[r].n_decode
@@ -548,7 +552,7 @@ def sift_down(ph: Physics, r: int, i: int) -> None:
     ph.heap_key[r, i], ph.heap_job[r, i] = key, job
 
 
-@njit(cache=True, error_model="numpy")
+@inlined
 def join(ph: Physics, r: int, j: int) -> None:
     """Job j, whose `generated` is up to date, decodes from the next step on."""
     n = ph.replica[r].n_decode
@@ -563,7 +567,7 @@ def join(ph: Physics, r: int, j: int) -> None:
     ph.phase[r, (ph.job[j].target - ph.replica[r].steps) & (ph.page - 1)] += 1
 
 
-@njit(cache=True, error_model="numpy")
+@inlined
 def leave(ph: Physics, r: int, i: int) -> None:
     """The decoding job at place i of the heap stops; its `generated` is brought up to date.
 
@@ -784,7 +788,7 @@ def plan(ph: Physics, r: int, now: float) -> None:
     ph.replica[r].end = now + span(ph, r, k)
 
 
-@njit(cache=True, error_model="numpy")
+@inlined
 def steps_to_give(ph: Physics, r: int, tokens: int) -> int:
     """Steps of the present stretch's gain after which each sequence has so many tokens more."""
     if ph.replica[r].gain == ONE:
@@ -812,7 +816,7 @@ def unevenness(ph: Physics, r: int) -> float:
 # ---- what callers use
 
 
-@njit(cache=True, error_model="numpy")
+@inlined
 def set_job(
     ph: Physics, j: int, prompt: int, output: int, decode_on: int, block_low: int, block_high: int
 ) -> None:
@@ -839,14 +843,14 @@ def set_adapter(ph: Physics, j: int, adapter: int) -> None:
     ph.job[j].adapter = adapter
 
 
-@njit(cache=True, error_model="numpy")
+@inlined
 def fits(ph: Physics, r: int, j: int) -> bool:
     """Whether replica r could ever serve job j."""
     total = ph.job[j].prompt + ph.job[j].output
     return total <= ph.replica[r].max_context and pages_for(ph, total) <= ph.replica[r].pages
 
 
-@njit(cache=True, error_model="numpy")
+@inlined
 def enter(ph: Physics, r: int, j: int, now: float) -> bool:
     """Job j reaches replica r; False if r is down or could never hold it.
 
