@@ -6,8 +6,10 @@ s on data the trees had not seen, the prediction at load quantile u is
 
     base * exp(mu + s * kappa * z(u))
 
-with kappa the running conformal factor of the replica's class (1 at first). TTFT and TPOT are
-driven by the same u (DESIGN section 5), so P(all limits) is a sum over the (u, length) grid.
+with kappa the running conformal factor of the replica's class (1 at first). TTFT and TPOT share
+one cause, the load, but not all of it: with `coupling` r, measured by the fit, their joint law is
+r times the one where the same u drives both plus 1 - r times the one where each has its own, so
+P(all limits) is two sums over grids of u and length.
 The roofline scores every replica; this scores the `shortlist` best of them, in one compiled call.
 """
 
@@ -61,6 +63,7 @@ class Trees(NamedTuple):
     z: Floats  # (2, U)
     low: Floats  # (COUNT,)
     high: Floats  # (COUNT,)
+    coupling: Floats  # (1,) in [0, 1]
 
 
 def no_trees() -> Trees:
@@ -68,7 +71,8 @@ def no_trees() -> Trees:
     one = np.zeros(1, np.int32)
     leaf = (one, one - 1, np.zeros(1), one, one, np.zeros(1, np.uint8))
     z = np.zeros((2, len(LOAD_GRID)))
-    return Trees(*leaf, np.zeros(len(HEADS) + 1, np.int64), z, np.zeros(COUNT), np.zeros(COUNT))
+    heads, row = np.zeros(len(HEADS) + 1, np.int64), np.zeros(COUNT)
+    return Trees(*leaf, heads, z, row, row, np.ones(1))
 
 
 @njit(cache=True, error_model="numpy")
@@ -184,19 +188,28 @@ def refine_into(
             kept[i, c, 0] = 1.0
             kept[i, c, 1] = out.ttft[i, c, MIDDLE]
             kept[i, c, 2] = out.tpot[i, c, MIDDLE]
-            met = 0
             for u in range(us):
-                ttft = row[BASE_TTFT] * np.exp(heads[0] + heads[1] * kappa[0, p] * trees.z[0, u])
-                tpot = row[ROOF_TPOT] * np.exp(heads[2] + heads[3] * kappa[1, d] * trees.z[1, u])
-                out.ttft[i, c, u] = ttft
-                out.tpot[i, c, u] = tpot
-                if waited + ttft > requests.ttft[i] or tpot > requests.tpot[i]:
+                ttft = np.exp(heads[0] + heads[1] * kappa[0, p] * trees.z[0, u])
+                tpot = np.exp(heads[2] + heads[3] * kappa[1, d] * trees.z[1, u])
+                out.ttft[i, c, u] = row[BASE_TTFT] * ttft
+                out.tpot[i, c, u] = row[ROOF_TPOT] * tpot
+            same, free = 0, 0
+            for u in range(us):
+                began = waited + out.ttft[i, c, u]
+                if began > requests.ttft[i]:
                     continue
-                for q in range(qs):
-                    length = max(requests.length_q[i, q] - 1.0, 0.0)
-                    if waited + ttft + length * tpot <= requests.e2e[i]:
-                        met += 1
-            raw = met / (us * qs)
+                for v in range(us):
+                    pace = out.tpot[i, c, v]
+                    if pace > requests.tpot[i]:
+                        continue
+                    for q in range(qs):
+                        length = max(requests.length_q[i, q] - 1.0, 0.0)
+                        if began + length * pace <= requests.e2e[i]:
+                            free += 1
+                            if u == v:
+                                same += 1
+            shared = trees.coupling[0]
+            raw = shared * same / (us * qs) + (1.0 - shared) * free / (us * us * qs)
             out.p_raw[i, c] = raw
             x = raw * bins
             b = min(int(x), bins - 1)
@@ -220,7 +233,8 @@ class LatencyGbdt:
             z = np.ascontiguousarray(arrays["z"], np.float64)
             low = np.ascontiguousarray(arrays["range_low"], np.float64)
             high = np.ascontiguousarray(arrays["range_high"], np.float64)
-            self.trees = Trees(*forest, heads, z, low, high)
+            coupling = np.ascontiguousarray(arrays["coupling"], np.float64)
+            self.trees = Trees(*forest, heads, z, low, high, coupling)
             self._check_shapes()
         except (KeyError, ShapeError, ValueError, TypeError, IndexError, OverflowError) as exc:
             raise ArtifactError(f"latency artifact does not fit together: {exc}") from exc
@@ -237,6 +251,8 @@ class LatencyGbdt:
             raise ShapeError("z must not fall")
         if trees.low.shape != (COUNT,) or trees.high.shape != (COUNT,):
             raise ShapeError(f"training ranges must be ({COUNT},)")
+        if trees.coupling.shape != (1,) or not 0.0 <= trees.coupling[0] <= 1.0:
+            raise ShapeError("coupling must be one number in [0, 1]")
         if np.any(np.isnan(trees.low)) or np.any(np.isnan(trees.high)):
             raise ShapeError("training ranges must be numbers")
 
@@ -263,7 +279,7 @@ class LatencyGbdt:
 
 
 def trees_arrays(
-    forests: Mapping[str, Forest], z: Floats, low: Floats, high: Floats
+    forests: Mapping[str, Forest], z: Floats, low: Floats, high: Floats, coupling: float
 ) -> dict[str, NDArray[Any]]:
     """The arrays of an artifact from the four forests by the names of `HEADS`."""
     parts = [forests[name] for name in HEADS]
@@ -275,4 +291,8 @@ def trees_arrays(
             columns = [c + start for c, start in zip(columns, offsets[:-1], strict=True)]
         joined[f"forest_{name}"] = np.concatenate(columns).astype(getattr(parts[0], name).dtype)
     heads = np.cumsum([0] + [len(f.root) for f in parts])
-    return joined | {"heads": heads, "z": z, "range_low": low, "range_high": high}
+    return (
+        joined
+        | {"heads": heads, "z": z, "range_low": low, "range_high": high}
+        | {"coupling": np.array([coupling])}
+    )

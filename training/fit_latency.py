@@ -136,6 +136,7 @@ def fit(
         forests[f"{name}_at"], forests[f"{name}_spread"] = centre, spread
         health[f"{name}_rows"] = float(len(y))
         health[f"{name}_left"] = float(np.abs(left).mean()) if len(left) else 0.0
+    coupling = health["coupling"] = coupled(frame, forests)
     x = frame.rows[:, :COUNT]
     low, high = x.min(0), x.max(0)
     margin = 0.1 * (high - low) + 1e-6
@@ -149,8 +150,22 @@ def fit(
         "lightgbm": _lightgbm().__version__,
         "scores": report or {},
     }
-    arrays = trees_arrays(forests, np.sort(z, axis=1), low - margin, high + margin)
+    arrays = trees_arrays(forests, np.sort(z, axis=1), low - margin, high + margin, coupling)
     return Artifact(kind=KIND, arrays=arrays, schema=SCHEMA_HASH, card=card)
+
+
+def coupled(frame: LatencyRows, forests: dict[str, Forest]) -> float:
+    """Correlation of the ranks of what is left of TTFT and TPOT of one request, at least 0."""
+    (has_ttft, ttft), (has_tpot, tpot) = errors(frame, 0), errors(frame, 1)
+    both = has_ttft & has_tpot
+    if both.sum() < LEAST_ROWS:
+        return 1.0
+    x = frame.rows[both, :COUNT]
+    ranks = [
+        np.argsort(np.argsort(error[both] - predict(forests[f"{name}_at"], x)))
+        for name, error in (("ttft", ttft), ("tpot", tpot))
+    ]
+    return float(np.clip(np.corrcoef(ranks[0], ranks[1])[0, 1], 0.0, 1.0))
 
 
 def errors(frame: LatencyRows, which: int) -> tuple[NDArray[np.bool_], Floats]:

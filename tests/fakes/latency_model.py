@@ -17,12 +17,14 @@ def leaf(value: float) -> Forest:
     return Forest(one, one - 1, np.array([value]), one, one, np.zeros(1, np.uint8))
 
 
-def toy(ttft: float = 0.0, tpot: float = 0.0, spread: float = 0.1, **change) -> Artifact:
+def toy(
+    ttft: float = 0.0, tpot: float = 0.0, spread: float = 0.1, coupling: float = 1.0, **change
+) -> Artifact:
     """TTFT is base * e^ttft, TPOT base * e^tpot, both with this spread; nothing is strange."""
     values = (ttft, np.log(spread), tpot, np.log(spread))
     forests = {name: leaf(value) for name, value in zip(HEADS, values, strict=True)}
     z = np.tile(np.linspace(-1.5, 1.5, len(LOAD_GRID)), (2, 1))
-    arrays = trees_arrays(forests, z, np.full(COUNT, -1e9), np.full(COUNT, 1e9))
+    arrays = trees_arrays(forests, z, np.full(COUNT, -1e9), np.full(COUNT, 1e9), coupling)
     return Artifact(kind=KIND, arrays=arrays | change, schema=SCHEMA_HASH)
 
 

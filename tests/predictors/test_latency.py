@@ -84,23 +84,30 @@ def test_the_trees_correct_the_base_and_keep_the_rooflines_word():
         assert np.all(np.diff(out.tpot[i, c]) > 0)
 
 
-def test_the_joint_probability_counts_the_grid():
-    """P(all limits) is the share of the (u, length) grid on which TTFT, TPOT and E2E hold."""
+@pytest.mark.parametrize("coupling", [1.0, 0.0, 0.3])
+def test_the_joint_probability_counts_the_grid(coupling):
+    """The share of the grid on which TTFT, TPOT and E2E hold: with one u for both times, with one
+    each, or between.
+    """
     state = random_state(4)
-    estimator = bound(state, LatencyGbdt(toy(spread=0.6)), shortlist=64)
+    estimator = bound(state, LatencyGbdt(toy(spread=0.6, coupling=coupling)), shortlist=64)
     out = fill(estimator, state)
-    requests = state.requests
+    requests, grid = state.requests, range(len(LOAD_GRID))
     for i, c in choices(state):
         waited = state.now - requests.arrived[i]
-        met = [
-            waited + out.ttft[i, c, u] <= requests.ttft[i]
-            and out.tpot[i, c, u] <= requests.tpot[i]
-            and waited + out.ttft[i, c, u] + max(length - 1.0, 0.0) * out.tpot[i, c, u]
-            <= requests.e2e[i]
-            for u in range(len(LOAD_GRID))
-            for length in requests.length_q[i]
-        ]
-        assert out.p_raw[i, c] == pytest.approx(np.mean(met))
+
+        def met(u, v, length, i=i, c=c, waited=waited):
+            began = waited + out.ttft[i, c, u]
+            pace = out.tpot[i, c, v]
+            whole = began + max(length - 1.0, 0.0) * pace
+            return (
+                began <= requests.ttft[i] and pace <= requests.tpot[i] and whole <= requests.e2e[i]
+            )
+
+        lengths = requests.length_q[i]
+        same = np.mean([met(u, u, length) for u in grid for length in lengths])
+        free = np.mean([met(u, v, length) for u in grid for v in grid for length in lengths])
+        assert out.p_raw[i, c] == pytest.approx(coupling * same + (1.0 - coupling) * free)
 
 
 def test_only_the_shortlist_is_refined():
@@ -271,6 +278,8 @@ BROKEN = {
     "quantiles of another shape": {"z": np.zeros((2, 3))},
     "ranges of another shape": {"range_low": np.zeros(COUNT + 1)},
     "ranges that are no numbers": {"range_high": np.full(COUNT, math.nan)},
+    "a coupling above one": {"coupling": np.array([1.5])},
+    "a coupling that is no number": {"coupling": np.array([math.nan])},
     "text for numbers": {"heads": np.array(["a"] * 5)},
 }
 
