@@ -359,6 +359,7 @@ def _rescaled(
         return None
     if window is None:
         return DailyWindow(limit, now, midnight)
+    window.advance(now)
     window.limit = limit
     return window
 

@@ -49,6 +49,7 @@ class Gateway:
     waiting: dict = field(default_factory=dict)
     open: dict = field(default_factory=dict)
     ends: dict = field(default_factory=dict)
+    up: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def start(self):
         """Connect."""
@@ -62,6 +63,7 @@ class Gateway:
             answer_timeout=2.0,
         )
         await self.store.__aenter__()
+        self.up.set()
 
     def answer(self, committed):
         """An answer that came later."""
@@ -92,7 +94,10 @@ class Gateway:
         raise AssertionError("ends were never confirmed")
 
     async def die(self):
-        """Stop as by kill -9: no goodbye, open requests are orphans."""
+        """Stop as by kill -9: no goodbye, open requests are orphans, new ones come to the next
+        life.
+        """
+        self.up.clear()
         known = {id_ for id_, held in self.store._held.items() if held.place.name == "STORE"}
         self.cut()
         for id_, tokens in self.open.items():
@@ -132,6 +137,7 @@ async def history(gateway, id_, rng, books):
     """One request: reserved, perhaps asked for twice, ended once or twice, or orphaned."""
     loop = asyncio.get_running_loop()
     tokens = float(rng.randrange(10, 500))
+    await gateway.up.wait()
     gateway.open[id_] = tokens
     answer = await gateway.ask(commit(id_, tokens))
     assert answer.reserved
