@@ -198,6 +198,7 @@ class Relay:
         "_started",
         "_winner",
         "cache_salt",
+        "committed",
         "context",
         "early_headers",
         "error_headers",
@@ -217,6 +218,8 @@ class Relay:
         self._paused = False
         self._quiet_since = request.received_at
         self.request = request
+        self.committed = False
+        """Whether content of an answer has gone to the client."""
         self.cache_salt: str | None = None
         self.context: object = None
         self.early_headers = b""
@@ -286,8 +289,7 @@ class Relay:
         for running in self._attempts:
             if running.number == attempt:
                 usage = running.usage()
-                self._drop(running)
-                if running is self._winner:
+                if self._drop(running):
                     self._reply.abort()
                     self.over = True
                 return usage
@@ -302,11 +304,6 @@ class Relay:
             if running.number == attempt:
                 return running.events
         return 0
-
-    @property
-    def committed(self) -> bool:
-        """Whether content of an answer has gone to the client."""
-        return self._winner is not None
 
     # for the reply
 
@@ -356,6 +353,7 @@ class Relay:
             return False
         if self._winner is None:
             self._winner = attempt
+            self.committed = True
             for other in [other for other in self._attempts if other is not attempt]:
                 usage = other.usage()
                 self._drop(other)
@@ -369,14 +367,14 @@ class Relay:
 
     def finished(self, attempt: Attempt, cause: Cause) -> None:
         """The attempt's answer has been written to its end."""
-        self._attempts.remove(attempt)
+        self._forget(attempt)
         self.over = True
         self._reply.end()
         self._report(attempt, cause, None, retryable=False)
 
     def rejected(self, attempt: Attempt, response: ErrorReply) -> None:
         """The engine found the request at fault; its answer is the client's."""
-        if self.over or self._winner is not None:
+        if self.over or self.committed:
             return
         self._drop(attempt)
         self._abort_all()
@@ -385,9 +383,9 @@ class Relay:
 
     def failed(self, attempt: Attempt, error: BackendError, *, told: bool = False) -> None:
         """An attempt came to nothing, or broke off; `told` if the engine's error event went out."""
-        self._attempts.remove(attempt)
+        answered = self._forget(attempt)
         timeout = isinstance(error, BackendTimeout)
-        if attempt is not self._winner:
+        if not answered:
             cause = Cause.TIMEOUT if timeout else Cause.REFUSED
             self._report(attempt, cause, error, retryable=True)
             return
@@ -460,10 +458,22 @@ class Relay:
             return self._winner.usage()
         return self._attempts[0].usage() if self._attempts else Usage()
 
-    def _drop(self, attempt: Attempt) -> None:
-        self._attempts.remove(attempt)
+    def _drop(self, attempt: Attempt) -> bool:
+        """Abort an attempt; whether it was the one that answers."""
         if attempt.exchange is not None:
             attempt.exchange.abort()
+        return self._forget(attempt)
+
+    def _forget(self, attempt: Attempt) -> bool:
+        """The attempt is over; whether it was the one that answers. What referred to each other no
+        longer does: a request that ended is freed at once, not by the garbage collector.
+        """
+        self._attempts.remove(attempt)
+        attempt.exchange = None
+        answered = attempt is self._winner
+        if answered:
+            self._winner = None
+        return answered
 
     def _abort_all(self) -> None:
         for attempt in tuple(self._attempts):

@@ -159,6 +159,7 @@ class WireReply:
         if self.closed:
             return
         self.closed = True
+        self.listener = None
         rest = b"0\r\n\r\n" if self._chunked and not self._bare else b""
         if self._head is not None:
             rest = self._head + rest
@@ -171,6 +172,7 @@ class WireReply:
         """Close the connection so that the client sees the body was cut."""
         if not self.closed:
             self.closed = True
+            self.listener = None
             self._connection.cut()
 
 
@@ -244,8 +246,9 @@ class ClientConnection(asyncio.Protocol):
         reply, self._reply = self._reply, None
         if reply is not None and not reply.closed:
             reply.closed = True
-            if reply.listener is not None:
-                reply.listener.client_gone()
+            listener, reply.listener = reply.listener, None
+            if listener is not None:
+                listener.client_gone()
         del self._parser  # parser and connection refer to each other
         self.server.left()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import random
 import time
@@ -13,6 +14,7 @@ import pytest
 from backends.breaker import State
 from backends.wire.openai import SURFACES
 from gateway.event_log import read, read_header, replay
+from gateway.relay import Relay
 from gateway.tenants import hash_of
 from sluice.recorded import core_of
 from tests.fakes.engine import refused_url
@@ -316,6 +318,31 @@ async def until_served(api, replica):
         if replica in {a.headers["x-sluice-replica"] for a in answers}:
             return
     raise AssertionError(f"{replica} never served")
+
+
+def test_what_ended_is_freed_at_once_not_by_the_garbage_collector():
+    async def run():
+        bad, good = PacedEngine(), PacedEngine()
+        bad.failing = True
+        async with bad.running(), good.running(), serving(bad.url, good.url) as gateway:
+            async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as http:
+                path, body = "/v1/chat/completions", {"model": "m", "messages": PROMPT}
+                gc.collect()
+                gc.disable()
+                try:
+                    for _ in range(5):
+                        for more in ({}, {"stream": True}, {"max_tokens": -1}):
+                            await http.post(path, json={"max_tokens": 3} | body | more)
+                        gone = body | {"max_tokens": 1000, "stream": True}
+                        async with http.stream("POST", path, json=gone) as answer:
+                            assert await anext(answer.aiter_lines())
+                    await settled(gateway)
+                    assert gateway.log.recent()  # what waits to be logged is still held
+                    assert [o for o in gc.get_objects() if isinstance(o, Relay)] == []
+                finally:
+                    gc.enable()
+
+    asyncio.run(run())
 
 
 def test_a_replica_that_dies_mid_stream_ends_with_an_error_event():
