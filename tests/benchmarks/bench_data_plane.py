@@ -20,9 +20,8 @@ BAR_US = 600
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is the yardstick")
 def test_cost_beside_nginx(tmp_path, capfd):
     """Every stream whole and in order; CPU per request under the first bar."""
-    gateway = f"{sys.executable} -m sluice serve --backend {{e1}} --backend {{e2}} --port {{port}}"
     command = [sys.executable, "-m", "tests.benchmarks.side_by_side", "nginx", "--rounds", "2"]
-    command += ["--bench", str(BENCH), "--work", str(tmp_path), "--cmd", gateway]
+    command += ["--bench", str(BENCH), "--work", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True)
     with capfd.disabled():
         print(capfd.readouterr().out)  # noqa: T201

@@ -3,9 +3,11 @@
     python -m tests.benchmarks.side_by_side --work W --rounds 4 nginx "vllm-router rr"
 
 Adds two peers to that harness, `relay` (server, relay and upstream with a trivial dispatcher) and
-`sluice` (the command given with `--cmd`, with {port}, {e1}, {e2} filled in), keeps all gateways up
-and visits them in a new random order each round. Prints CPU per request and per token and the
-ratio to nginx in the same round: the first three rows of DESIGN section 13.
+`sluice` (the whole gateway: eight replicas on the harness's two engines, memory store, a tenant
+with a key and quotas, decision log), keeps all gateways up and visits them in a new random order
+each round. Prints CPU per request and per token and the ratio to nginx in the same round: the first
+three rows of DESIGN section 13. `--python` runs our two peers under another interpreter: one built
+without profile-guided optimisation (pyenv's default) costs about a tenth more.
 """
 
 import argparse
@@ -15,6 +17,10 @@ import os
 import statistics
 import sys
 from pathlib import Path
+
+import yaml
+
+from gateway.tenants import hash_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,21 +33,43 @@ def load_bench(folder):
     return module
 
 
-def add_ours(bench, cmd):
+def configured(bench, folder):
+    """The whole gateway's configuration, written into the work folder."""
+    engines = [f"http://127.0.0.1:{port}" for port in (bench.E1, bench.E2)]
+    settings = {
+        "models": {"mock-model": {"variants": {"mock-model": {"quality": 0.9}}}},
+        "fleet": [
+            {"kind": "url", "name": f"r{i}", "url": engines[i % 2], "variant": "mock-model"}
+            for i in range(8)
+        ],
+        "tenants": {
+            "bench": {
+                "keys": {"one": {"hash": hash_of(bench.KEY)}},
+                "quota": {"tokens_per_minute": 1e12, "concurrency": 100_000, "daily_tokens": 1e12},
+            }
+        },
+        "policy": {"kind": "best_fit"},
+        "logs": {"decisions": str(folder / "decisions.jsonl")},
+    }
+    path = folder / "sluice.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def add_ours(bench, config, python):
     """Put our peers into the harness's catalogue."""
     theirs = bench.catalogue
     engines = [f"http://127.0.0.1:{port}" for port in (bench.E1, bench.E2)]
-    relay = f"{sys.executable} -m tests.benchmarks.relay_gateway --port {{port}} " + " ".join(
+    relay = f"{python} -m tests.benchmarks.relay_gateway --port {{port}} " + " ".join(
         f"--backend {url}" for url in engines
     )
+    sluice = f"{python} -m sluice serve -c {config} --port {{port}}"
 
     def catalogue(port=bench.PORT, *rest):
         env = {"PYTHONPATH": str(ROOT)}
         peers = theirs(port, *rest)
         peers["relay"] = {"cmd": relay.format(port=port), "env": env}
-        if cmd:
-            filled = cmd.format(port=port, e1=engines[0], e2=engines[1])
-            peers["sluice"] = {"cmd": filled, "env": env}
+        peers["sluice"] = {"cmd": sluice.format(port=port), "env": env}
         return peers
 
     bench.catalogue = catalogue
@@ -79,12 +107,14 @@ def main():
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--cmd", help="the full gateway, with {port}, {e1}, {e2}")
+    parser.add_argument("--python", default=sys.executable, help="interpreter of our two peers")
     args = parser.parse_args()
+    args.work = args.work.resolve()
+    args.work.mkdir(parents=True, exist_ok=True)
     bench = load_bench(args.bench)
-    add_ours(bench, args.cmd)
+    add_ours(bench, configured(bench, args.work), args.python)
     out = args.work / f"side_by_side_{os.getpid()}.jsonl"
-    ours = ["relay", *(["sluice"] if args.cmd else [])]
+    ours = ["relay", "sluice"]
     sys.argv = ["bench.py", "--work", str(args.work), "--out", str(out)]
     sys.argv += ["--rounds", str(args.rounds), "--seed", str(args.seed), *args.peers, *ours]
     bench.main()
