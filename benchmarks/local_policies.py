@@ -48,7 +48,9 @@ class Gateway:
 
     def __init__(self, config: Path, policy: str, out: Path) -> None:
         settings = yaml.safe_load(config.read_text())
-        settings["policy"] = {"kind": policy}
+        kind, *options = policy.split(":")
+        given = (option.partition("=") for option in options)
+        settings["policy"] = {"kind": kind} | {k: yaml.safe_load(v) for k, _, v in given}
         settings["server"] = {"port": 0}
         settings["logs"] = {"decisions": str(out / "decisions.jsonl"), "keep": 0}
         out.mkdir(parents=True, exist_ok=True)
@@ -158,7 +160,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "local.yaml")
     parser.add_argument("--data", help="folder of the data sets")
     parser.add_argument("--cells", default="servegen@1.0,servegen@0.7,azure@1.0,azure@0.7")
-    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--policies", default=",".join(POLICIES), help="KIND[:OPTION=VALUE...],...")
+    parser.add_argument("--again", default="best_fit", help="which of them runs --floor times")
     parser.add_argument("--floor", type=int, default=5, help="runs of one policy in the first cell")
     parser.add_argument("--knee-count", type=int, default=150, help="requests of a knee run")
     parser.add_argument("--class", dest="slo_class", default="standard", help="class of requests")
@@ -176,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
         runs = [(policy, 0) for policy in args.policies.split(",")]
         order.shuffle(runs)
         if number == 0:
-            again = [("best_fit", k) for k in range(1, args.floor)]
+            again = [(args.again, k) for k in range(1, args.floor)]
             for k, run in enumerate(again):
                 runs.insert(1 + 2 * k, run)
         for policy, k in runs:
