@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,10 @@ def replay(
     data: str | None,
     out: Path,
     slo_class: str,
+    extra: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """One run: a fresh fleet, the trace's first `count` requests at `rate` per second; its
-    report.
+    """One run: a fresh fleet, the trace's first `count` requests at `rate` per second; its report.
+    `extra`: more arguments of `sluice replay`.
     """
     done = out / "report.json"
     if done.exists():
@@ -101,7 +103,7 @@ def replay(
         command = [sys.executable, "-m", "sluice", "replay", "-c", str(out / "gateway.yaml")]
         command += ["--url", url, "--trace", TRACES[trace][0], "--count", str(count), *SHAPE]
         command += ["--rate", f"{rate:.4f}", "--class", slo_class, "--ignore-eos", "--json"]
-        command += ["--out", str(out / "requests.jsonl"), "--key", "sk-local-playground"]
+        command += ["--out", str(out / "requests.jsonl"), "--key", "sk-local-playground", *extra]
         command += ["--data", data] if data else []
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if not result.stdout.strip():
@@ -131,11 +133,17 @@ def joined(out: Path) -> dict[str, int]:
 
 
 def knee(
-    config: Path, trace: str, data: str | None, out: Path, count: int, slo_class: str
+    config: Path,
+    trace: str,
+    data: str | None,
+    out: Path,
+    count: int,
+    slo_class: str,
+    extra: Sequence[str] = (),
 ) -> float:
     """Requests per second at which 90 % still meet their limits under least requests."""
     flood = replay(
-        config, "least_requests", trace, 1000.0, count, data, out / f"{trace}-flood", "batch"
+        config, "least_requests", trace, 1000.0, count, data, out / f"{trace}-flood", "batch", extra
     )
     capacity: float = count / flood["makespan"]
     tried: list[tuple[float, float]] = []
@@ -144,7 +152,7 @@ def knee(
         if not 0.2 < rate / capacity < 3.0:
             raise SystemExit(f"{trace}: no knee between a fifth of the flood's rate and thrice it")
         folder = out / f"{trace}-knee-{rate / capacity:.3f}"
-        run = replay(config, "least_requests", trace, rate, count, data, folder, slo_class)
+        run = replay(config, "least_requests", trace, rate, count, data, folder, slo_class, extra)
         tried.append((rate, run["attainment"]))
         rate *= 1.15 if run["attainment"] >= 0.9 else 0.85
     (r0, a0), (r1, a1) = tried[-2:]

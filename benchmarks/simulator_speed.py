@@ -226,7 +226,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     kinds = args.policies.split(",")
-    loop, found = CompiledLoop(), {}
+    loop = CompiledLoop()
+    found: dict[str, Any] = {}
     for part in parts if args.part == "all" else (args.part,):
         print(f"\n{part}")
         match part:

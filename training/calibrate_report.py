@@ -362,11 +362,11 @@ def decision_logs(
         ]
         ttft, e2e = (float(x) for x in np.median(np.array(errors), axis=0))
         every = [np.ones(len(run.at), np.bool_) for run in some]
-        profile = runs_fit.fit_runs(some, every, guess.profile).profile
+        profile, delay = runs_fit.fit_runs(some, every, guess.profile)
         count = int(sum((~seen).sum() for seen in early))
         good = ttft <= 0.25 and e2e <= 0.25
         rows.append((name, count, ttft, e2e, good))
-        figures |= {f"{name} ttft": ttft, f"{name} e2e": e2e}
+        figures |= {f"{name} ttft": ttft, f"{name} e2e": e2e, f"{name} delay": delay}
         profiles.append(
             Shipped(
                 name=title if len(names) == 1 else name,

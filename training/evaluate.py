@@ -20,7 +20,7 @@ from training.fast_path import CompiledLoop, supports
 from training.informed import InformedEstimator
 from training.measures import Report, Run, measure
 from training.scenario import Case, Scenario, build
-from training.virtual import VirtualShell
+from training.virtual import Script, VirtualShell
 
 _policy: TypeAdapter[Any] = TypeAdapter(PolicyConfig)
 
@@ -41,8 +41,12 @@ def estimator_for(case: Case, *, learning: bool = True) -> Estimator:
     return InformedEstimator(case.trace.output, sigma, case.seed, learning=learning)
 
 
-def run_live(case: Case, policy: PolicyConfig, *, learning: bool = True) -> Run:
-    """A case through the real decision core, one per gateway."""
+def run_live(
+    case: Case, policy: PolicyConfig, *, learning: bool = True, script: Script | None = None
+) -> Run:
+    """A case through the real decision core, one per gateway; `script`: what is done to the fleet
+    meanwhile.
+    """
     cores = [
         build_core(
             policy.model_copy(update={"seed": case.core_seed(policy.seed, g)}),
@@ -53,7 +57,7 @@ def run_live(case: Case, policy: PolicyConfig, *, learning: bool = True) -> Run:
         )
         for g in range(case.scenario.gateways)
     ]
-    return VirtualShell(case, cores).run()
+    return VirtualShell(case, cores, script=script).run()
 
 
 class Runner:

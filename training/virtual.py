@@ -11,11 +11,13 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
 import numpy as np
 
+from backends.sim.actions import Costs, FleetActions, HandOver, Notice, Order, Stage
 from backends.sim.fleet import FleetModel, Happening
 from domain.events import (
     Abort,
@@ -27,6 +29,7 @@ from domain.events import (
     Committed,
     Event,
     FirstToken,
+    FleetChanged,
     ForeignLoad,
     Progress,
     Reading,
@@ -50,11 +53,28 @@ SPARE_JOBS = 256
 Listener = Callable[[Event, list[Action]], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What is done to the fleet while it serves: orders with their times, seconds on the trace's
+    clock, what changes cost, and the replicas that are down at first.
+
+    The job of a `HandOver` is the number of its request. Gateways hear of every change at once.
+    """
+
+    orders: tuple[tuple[float, Order], ...] = ()
+    costs: Costs = field(default_factory=Costs)
+    down: tuple[int, ...] = ()
+
+
 class VirtualShell:
-    """Drives one core per gateway through a case; `run` once."""
+    """Drives one core per gateway through a case, and a script if there is one; `run` once."""
 
     def __init__(
-        self, case: Case, cores: Sequence[DecisionCore], listener: Listener | None = None
+        self,
+        case: Case,
+        cores: Sequence[DecisionCore],
+        listener: Listener | None = None,
+        script: Script | None = None,
     ) -> None:
         self._case = case
         self._trace = case.trace
@@ -68,9 +88,18 @@ class VirtualShell:
             blocks=trace.blocks if len(trace.blocks) else None,
             block_tokens=trace.block_tokens if len(trace.blocks) else BLOCK_TOKENS,
         )
+        self._script = script
+        self._actions: FleetActions | None = None
+        if script is not None:
+            self._actions = FleetActions(
+                self._model, case.fleet.replicas, script.costs, down=script.down
+            )
+        self._believed = list(case.believed.replicas)
+        self._profiles = [spec.profile for spec in case.fleet.replicas]
         self._spare = list(range(n + spare - 1, n - 1, -1))
         self._request_of = np.full(n + spare, -1, np.int64)
         self._slot_of = np.zeros(n + spare, np.int64)
+        self._seat_of = np.zeros(n + spare, np.int64)
         self._job_of: dict[int, int] = {}
         self._attempt_of: dict[int, int] = {}
         self._first_seen: dict[int, bool] = {}
@@ -97,8 +126,15 @@ class VirtualShell:
         """The replicas."""
         return self._model
 
+    @property
+    def actions(self) -> FleetActions | None:
+        """Where the replicas stand under the script."""
+        return self._actions
+
     def run(self) -> Run:
-        """Live through the case. Raises: RuntimeError if a request is left without an outcome."""
+        """Live through the case. Raises: RuntimeError if a request is left without an outcome,
+        ValueError for an order that the replica's stage does not allow.
+        """
         began = time.process_time()
         case, trace = self._case, self._trace
         arrivals = [(float(trace.arrival[i]), i) for i in np.flatnonzero(trace.roots).tolist()]
@@ -112,6 +148,7 @@ class VirtualShell:
             self._at(at, self._death(failure.replica, failure.down, failure.noticed))
         if len(self._cores) > 1:
             self._at(0.0, self._exchange)
+        self._begin_script()
         while True:
             at, r = self._model.next_at()
             wake = min((w for c in self._cores if (w := c.wake_at) is not None), default=inf)
@@ -119,7 +156,8 @@ class VirtualShell:
             arrival = arrivals[0][0] if arrivals else inf
             if not arrivals and self._open == 0 and at == inf:
                 break
-            now = min(at, timer, wake, arrival)
+            due = inf if self._actions is None else self._actions.due_at
+            now = min(at, timer, wake, arrival, due)
             if at == now:
                 for kind, job in self._model.happen(r):
                     self._happened(kind, job, at)
@@ -128,9 +166,11 @@ class VirtualShell:
             elif wake == now:
                 for g in range(len(self._cores)):
                     self._tell(g, Tick(now))
-            else:
+            elif arrival == now:
                 self._arrive(heapq.heappop(arrivals)[1], now)
             self._model.settle(now)
+            if self._actions is not None:
+                self._notify(self._actions.settle(now), now)
         left = [core for core in self._cores if core.open]
         if left or (self._verdict == ABSENT).sum() > (~trace.roots).sum():
             raise RuntimeError("requests were lost on the way")
@@ -184,13 +224,13 @@ class VirtualShell:
 
     def _pull(self, g: int, now: float) -> None:
         self._pulled[g] = now
-        replicas, jobs, counts = self._model.progress(now)
+        _, jobs, counts = self._model.progress(now)
         if len(self._cores) > 1:
             mine = self._request_of[jobs] % len(self._cores) == g
-            replicas, jobs, counts = replicas[mine], jobs[mine], counts[mine]
+            jobs, counts = jobs[mine], counts[mine]
         event = Progress(
             now,
-            tuple(replicas.tolist()),
+            tuple(self._seat_of[jobs].tolist()),  # also where a stream was handed over
             tuple(self._slot_of[jobs].tolist()),
             tuple(counts.tolist()),
         )
@@ -218,6 +258,7 @@ class VirtualShell:
         i = int(send.id)
         job = i if send.attempt == 1 else self._spare.pop()
         self._request_of[job], self._slot_of[job] = i, send.slot
+        self._seat_of[job] = send.replica
         self._job_of[i], self._attempt_of[i] = job, send.attempt
         low, high = int(self._trace.block_start[i]), int(self._trace.block_start[i + 1])
         taken = self._model.put(
@@ -314,16 +355,60 @@ class VirtualShell:
 
         return read
 
+    # ---- changes of the fleet
+
+    def _begin_script(self) -> None:
+        if self._script is None:
+            return
+        for r in self._script.down:
+            for g in range(len(self._cores)):
+                self._tell(g, AvailabilityChanged(0.0, r, usable=False))
+        for at, order in self._script.orders:
+            self._at(at, self._ordered(order))
+
+    def _ordered(self, order: Order) -> Callable[[float], None]:
+        def give(now: float) -> None:
+            assert self._actions is not None
+            given = order
+            if isinstance(given, HandOver):
+                if given.job not in self._job_of:
+                    raise ValueError(f"request {given.job} is not on its way at {now:g} s")
+                given = replace(given, job=self._job_of[given.job])
+            self._notify(self._actions.order(given, now), now)
+
+        return give
+
+    def _notify(self, notices: Sequence[Notice], now: float) -> None:
+        """Tell every gateway what became of replicas. Of one that is the same engine as before it
+        believes the same constants; a new one it knows as it is.
+        """
+        for notice in notices:
+            r, was = notice.replica, self._believed[notice.replica]
+            same = notice.spec.profile == self._profiles[r]
+            believed = replace(notice.spec, profile=was.profile if same else notice.spec.profile)
+            self._profiles[r] = notice.spec.profile
+            changed, self._believed[r] = believed != was, believed
+            fleet = replace(self._case.believed, replicas=tuple(self._believed))
+            for g in range(len(self._cores)):
+                if changed:
+                    self._tell(g, FleetChanged(now, fleet))
+                self._tell(g, AvailabilityChanged(now, r, notice.usable))
+
     def _death(self, r: int, down: float, noticed: float) -> Callable[[float], None]:
+        def serves() -> bool:
+            return self._actions is None or self._actions.stage(r) is Stage.SERVING
+
         def usable(flag: bool) -> Callable[[float], None]:
             def tell(now: float) -> None:
                 for g in range(len(self._cores)):
-                    self._tell(g, AvailabilityChanged(now, r, flag))
+                    if serves() or not flag:
+                        self._tell(g, AvailabilityChanged(now, r, flag))
 
             return tell
 
         def revive(_now: float) -> None:
-            self._model.revive(r)
+            if serves():
+                self._model.revive(r)
 
         def die(now: float) -> None:
             for job in self._model.kill(r, now):

@@ -86,6 +86,13 @@ def write_profiles(
     path.write_text("".join(lines))
 
 
+SELDOM = (
+    "per_uneven", "spec_tokens", "spec_acceptance", "spec_batch", "spec_draft", "lora_slots",
+    "lora_load",
+)  # fmt: skip
+"""Fields that most profiles leave at their defaults, and files therefore out."""
+
+
 def dump(profile: Profile) -> dict[str, Any]:
     """A profile as the mapping that `read_profiles` takes; numbers to four digits."""
     key = {
@@ -96,9 +103,11 @@ def dump(profile: Profile) -> dict[str, Any]:
         "overhead weights per_sequence per_context per_token per_attention experts "
         "expert_tokens chunk max_seqs kv_capacity max_context price power uncertainty"
     )
+    usual = Profile()
+    told = [*names.split(), *(n for n in SELDOM if getattr(profile, n) != getattr(usual, n))]
     rest = {
         n: v if isinstance(v, int) else float(f"{v:.4g}")
-        for n in names.split()
+        for n in told
         for v in [getattr(profile, n)]
     }
     return {"key": key, **rest}

@@ -1,8 +1,12 @@
 """The shell in virtual time: nothing is lost, times are the engine's, the same seed is the same."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from backends.sim.actions import Bounds, Costs, Drain, Flip, HandOver, Reshape, Scale, Stage
+from domain.events import AvailabilityChanged, FleetChanged
 from domain.outcome import Cause, limits_met
 from policies.factory import build_core
 from tests.backends.sim.naive import Fleet, Job
@@ -20,7 +24,7 @@ from training.scenario import (
     build,
 )
 from training.traces import trace
-from training.virtual import VirtualShell, _PrefixBlocks
+from training.virtual import Script, VirtualShell, _PrefixBlocks
 
 CLASSES = {
     "fast": Promise(ttft=0.3, ttft_per_token=2e-4, tpot=0.03),
@@ -119,8 +123,6 @@ def test_calls_of_a_session_follow_each_other():
 
 
 def _with_trace(case, other):
-    from dataclasses import replace
-
     other = replace(other, classes=case.trace.classes)
     n = len(other)
     return replace(
@@ -200,3 +202,111 @@ def test_a_scenario_with_recorded_arrivals_keeps_its_sessions():
     before = case.trace.follows[later]
     np.testing.assert_allclose(run.arrival[later], run.last[before] + case.trace.think[later])
     assert run.cached[later].sum() > 0.3 * case.trace.prompt[later].sum()
+
+
+# ---- a fleet that is changed while it serves
+
+SCRIPTED = Costs(warm_up=3.0, flip=1.0)
+
+
+def scripted(orders, case=None, policy="least_requests", **options):
+    """The run, what gateway 0 heard of the fleet, and the shell."""
+    case = build(scenario(500), 30.0, 7) if case is None else case
+    core = build_core(
+        policy_named(policy), fleet=case.believed, estimator=estimator_for(case),
+        tenants=case.tenants, classes=case.classes,
+    )  # fmt: skip
+    heard = []
+
+    def listen(event, _actions):
+        if isinstance(event, (FleetChanged, AvailabilityChanged)):
+            heard.append(event)
+
+    script = Script(orders=tuple(orders), costs=SCRIPTED, **options)
+    shell = VirtualShell(case, [core], listen, script)
+    return shell.run(), heard, shell
+
+
+def on(run, replica):
+    """When requests were sent to a replica."""
+    return np.sort(run.sent[np.isfinite(run.sent) & (run.replica == replica)])
+
+
+def test_a_drained_replica_gets_nothing_more_and_loses_nothing():
+    run, _, shell = scripted([(5.0, Drain(replica=0))])
+    assert np.isfinite(run.last[np.isfinite(run.sent)]).all()
+    assert on(run, 0).max() <= 5.0
+    assert on(run, 1).max() > 12.0
+    assert shell.actions.stage(0) is Stage.DOWN
+
+
+def test_a_replica_is_started_when_told_and_serves_after_its_warm_up():
+    run, heard, shell = scripted([(6.0, Scale(replica=1, up=True))], down=(1,))
+    assert on(run, 1).min() >= 9.0
+    assert on(run, 1).min() < 10.0
+    assert [(e.at, e.usable) for e in heard] == [(0.0, False), (9.0, True)]
+    assert shell.actions.still_seconds(1) == 3.0
+
+
+def test_a_restarted_replica_is_another_one_for_physics_and_gateway():
+    """Twice as fast: its answers are, and the gateway expects it."""
+    case = build(scenario(500, fleet=(Replicas(profile="a100-bf16-14b", count=2),)), 12.0, 7)
+    fast = replace(
+        case.fleet.replicas[0].profile,
+        **{n: getattr(case.fleet.replicas[0].profile, n) / 2 for n in
+           ("overhead", "weights", "per_sequence", "per_context", "per_token")},
+    )  # fmt: skip
+    run, heard, _ = scripted([(5.0, Reshape(replica=0, profile=fast))], case)
+    changed = [e for e in heard if isinstance(e, FleetChanged)]
+    assert [e.fleet.replicas[0].profile for e in changed] == [fast]
+    again = changed[0].at
+    assert again > 8.0
+    tpot = run.tpot(case.trace.output)
+    served = np.isfinite(tpot) & (run.replica == 0)
+    assert np.median(tpot[served & (run.sent > again)]) < 0.7 * np.median(
+        tpot[served & (run.sent < 5.0)]
+    )
+
+
+def test_constants_that_a_gateway_believes_outlive_a_flip():
+    case = build(scenario(500, constants_error=0.3), 20.0, 7)
+    _, heard, _ = scripted([(4.0, Flip(replica=2, phase="prefill"))], case)
+    (changed,) = (e for e in heard if isinstance(e, FleetChanged))
+    assert changed.fleet.replicas[2].phase == "prefill"
+    assert changed.fleet.replicas[2].profile == case.believed.replicas[2].profile
+    assert changed.fleet.replicas[:2] == case.believed.replicas[:2]
+
+
+def test_bounds_of_a_pool_reach_the_gateway_at_once():
+    _, heard, _ = scripted([(4.0, Bounds(replica=1, low=10.0, high=90.0))], policy="pools")
+    (changed,) = (e for e in heard if isinstance(e, FleetChanged))
+    assert (changed.at, changed.fleet.replicas[1].pool_high) == (4.0, 90.0)
+
+
+def test_a_stream_that_is_handed_over_ends_once():
+    case = build(scenario(3, fleet=(Replicas(profile="h100-bf16-14b", count=2),)), 1.0, 1)
+    long = trace(np.array([0.0, 0.1, 2.0]), np.full(3, 100), np.array([400, 400, 5]))
+    case = replace(_with_trace(case, long), e2e=np.full(3, 100.0))
+    before = run_live(case, policy_named("round_robin"))
+    to = 1 - int(before.replica[0])
+    run, _, _ = scripted([(1.5, HandOver(job=0, to=to))], case, "round_robin")
+    np.testing.assert_array_equal(run.first[:2], before.first[:2])
+    assert np.isfinite(run.last).all()
+    assert run.last[0] > before.last[0]
+    assert run.busy[to] > before.busy[to]
+
+
+def test_an_order_out_of_turn_is_an_error():
+    with pytest.raises(ValueError, match="serving, not down"):
+        scripted([(1.0, Scale(replica=0, up=True))])
+    with pytest.raises(ValueError, match="not on its way"):
+        scripted([(0.0, HandOver(job=400, to=1))])
+
+
+def test_what_died_while_it_was_changed_comes_back_by_the_change_alone():
+    dying = scenario(500, failures=(Failure(replica=0, at=0.3, down=1.0, noticed=0.1),))
+    case = build(dying, 30.0, 7)
+    died = 0.3 * case.trace.duration + case.trace.arrival[0]
+    run, _, shell = scripted([(died - 0.1, Drain(replica=0))], case)
+    assert shell.actions.stage(0) is Stage.DOWN
+    assert on(run, 0).max() < died
