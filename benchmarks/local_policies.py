@@ -41,6 +41,8 @@ POLICIES = (
     "best_fit",
 )
 TRACES = {"azure": ("azure_code", 500), "servegen": ("servegen/m-large", 300)}
+UNHURRIED = ("--class", "batch")
+"""No limits: everything offered at once is served in the end."""
 SHAPE = ("--divide", "16", "--min-tokens", "8", "--max-prompt", "512", "--max-output", "128")
 
 
@@ -90,11 +92,11 @@ def replay(
     count: int,
     data: str | None,
     out: Path,
-    slo_class: str,
+    promise: Sequence[str],
     extra: Sequence[str] = (),
 ) -> dict[str, Any]:
     """One run: a fresh fleet, the trace's first `count` requests at `rate` per second; its report.
-    `extra`: more arguments of `sluice replay`.
+    `promise` (class and limits) and `extra`: arguments of `sluice replay`.
     """
     done = out / "report.json"
     if done.exists():
@@ -102,7 +104,7 @@ def replay(
     with Gateway(config, policy, out) as url:
         command = [sys.executable, "-m", "sluice", "replay", "-c", str(out / "gateway.yaml")]
         command += ["--url", url, "--trace", TRACES[trace][0], "--count", str(count), *SHAPE]
-        command += ["--rate", f"{rate:.4f}", "--class", slo_class, "--ignore-eos", "--json"]
+        command += ["--rate", f"{rate:.4f}", *promise, "--ignore-eos", "--json"]
         command += ["--out", str(out / "requests.jsonl"), "--key", "sk-local-playground", *extra]
         command += ["--data", data] if data else []
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -138,12 +140,20 @@ def knee(
     data: str | None,
     out: Path,
     count: int,
-    slo_class: str,
+    promise: Sequence[str],
     extra: Sequence[str] = (),
 ) -> float:
     """Requests per second at which 90 % still meet their limits under least requests."""
     flood = replay(
-        config, "least_requests", trace, 1000.0, count, data, out / f"{trace}-flood", "batch", extra
+        config,
+        "least_requests",
+        trace,
+        1000.0,
+        count,
+        data,
+        out / f"{trace}-flood",
+        UNHURRIED,
+        extra,
     )
     capacity: float = count / flood["makespan"]
     tried: list[tuple[float, float]] = []
@@ -152,7 +162,7 @@ def knee(
         if not 0.2 < rate / capacity < 3.0:
             raise SystemExit(f"{trace}: no knee between a fifth of the flood's rate and thrice it")
         folder = out / f"{trace}-knee-{rate / capacity:.3f}"
-        run = replay(config, "least_requests", trace, rate, count, data, folder, slo_class, extra)
+        run = replay(config, "least_requests", trace, rate, count, data, folder, promise, extra)
         tried.append((rate, run["attainment"]))
         rate *= 1.15 if run["attainment"] >= 0.9 else 0.85
     (r0, a0), (r1, a1) = tried[-2:]
@@ -173,16 +183,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--floor", type=int, default=5, help="runs of one policy in the first cell")
     parser.add_argument("--knee-count", type=int, default=150, help="requests of a knee run")
     parser.add_argument("--class", dest="slo_class", default="standard", help="class of requests")
+    parser.add_argument("--slo", help="limits in place of the class's, as in `sluice replay --slo`")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     out: Path = args.out.resolve()
+    promise = ["--class", args.slo_class, *(["--slo", args.slo] if args.slo else [])]
     order = random.Random(args.seed)
     knees: dict[str, float] = {}
     results: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for number, cell in enumerate(args.cells.split(",")):
         trace, load = cell.split("@")
         if trace not in knees:
-            knees[trace] = knee(args.config, trace, args.data, out, args.knee_count, args.slo_class)
+            knees[trace] = knee(args.config, trace, args.data, out, args.knee_count, promise)
             print(f"{trace}: knee {knees[trace]:.3f} requests/s", file=sys.stderr, flush=True)
         runs = [(policy, 0) for policy in args.policies.split(",")]
         order.shuffle(runs)
@@ -200,7 +212,7 @@ def main(argv: list[str] | None = None) -> int:
                 TRACES[trace][1],
                 args.data,
                 folder,
-                args.slo_class,
+                promise,
             )
             results.setdefault(cell, {}).setdefault(policy, []).append(report)
             print(

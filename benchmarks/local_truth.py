@@ -174,7 +174,9 @@ def one(
     slo_class: str,
 ) -> dict[str, Any]:
     """A real run, or what was kept of it."""
-    return real_run(config, policy, trace, rate, count, args.data, out, slo_class, EXTRA)
+    return real_run(
+        config, policy, trace, rate, count, args.data, out, ("--class", slo_class), EXTRA
+    )
 
 
 def read_run(folder: Path) -> list[dict[str, Any]]:
@@ -470,7 +472,9 @@ def main(argv: list[str] | None = None) -> int:
     if not args.report:
         calibrate(config, args, out)
         if rate is None:
-            rate = args.load * knee(config, TEST, args.data, out, args.knee_count, CLASS, EXTRA)
+            rate = args.load * knee(
+                config, TEST, args.data, out, args.knee_count, ("--class", CLASS), EXTRA
+            )
             kept.write_text(json.dumps(rate))
         say(f"{rate:.3f} requests/s; about {left(args, out, rate) / 60:.0f} minutes to go")
         order = random.Random(args.seed)
