@@ -4,11 +4,11 @@
     servegen@1.0,azure@1.0]
 
 For each trace the knee is measured first: what the fleet completes per second when everything is
-offered at once, then least requests at 85 % of that, and 15 % more or less again and again until
-the share of limits met has crossed 90 %; the knee is where 90 % lies between the last two (linear).
-Loads are multiples of it. Each run starts a fresh gateway and fleet; runs of one cell follow each
-other in random order, with runs of one policy (the noise floor) between them. Every finished run is
-kept in --out, so that an interrupted job goes on where it stopped.
+offered at once, then least requests at 85 % of that (--start), and 15 % more or less again and
+again until the share of limits met has crossed 90 %; the knee is where 90 % lies between the last
+two (linear). Loads are multiples of it. Each run starts a fresh gateway and fleet; runs of one cell
+follow each other in random order, with runs of one policy (the noise floor) between them. Every
+finished run is kept in --out, so that an interrupted job goes on where it stopped.
 
 The report has goodput, attainment and latencies per policy, the noise floor as half the range of
 the repeated runs, and how well P(SLO) did: its Brier score beside the base rate's.
@@ -54,6 +54,8 @@ class Gateway:
         kind, *options = policy.split(":")
         given = (option.partition("=") for option in options)
         settings["policy"] = {"kind": kind} | {k: yaml.safe_load(v) for k, _, v in given}
+        for slo_class in settings["classes"].values():
+            slo_class["max_wait_ms"] = 600_000  # nothing is refused for its wait alone
         settings["server"] = {"port": 0}
         settings["logs"] = {"decisions": str(out / "decisions.jsonl"), "keep": 0}
         out.mkdir(parents=True, exist_ok=True)
@@ -142,6 +144,7 @@ def knee(
     count: int,
     promise: Sequence[str],
     extra: Sequence[str] = (),
+    start: float = 0.85,
 ) -> float:
     """Requests per second at which 90 % still meet their limits under least requests."""
     flood = replay(
@@ -157,7 +160,7 @@ def knee(
     )
     capacity: float = count / flood["makespan"]
     tried: list[tuple[float, float]] = []
-    rate = 0.85 * capacity
+    rate = start * capacity
     while not tried or (tried[0][1] >= 0.9) == (tried[-1][1] >= 0.9):
         if not 0.2 < rate / capacity < 3.0:
             raise SystemExit(f"{trace}: no knee between a fifth of the flood's rate and thrice it")
@@ -182,6 +185,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--again", default="best_fit", help="which of them runs --floor times")
     parser.add_argument("--floor", type=int, default=5, help="runs of one policy in the first cell")
     parser.add_argument("--knee-count", type=int, default=150, help="requests of a knee run")
+    parser.add_argument("--start", type=float, default=0.85, help="first knee run, of the flood's")
     parser.add_argument("--class", dest="slo_class", default="standard", help="class of requests")
     parser.add_argument("--slo", help="limits in place of the class's, as in `sluice replay --slo`")
     parser.add_argument("--seed", type=int, default=0)
@@ -194,7 +198,9 @@ def main(argv: list[str] | None = None) -> int:
     for number, cell in enumerate(args.cells.split(",")):
         trace, load = cell.split("@")
         if trace not in knees:
-            knees[trace] = knee(args.config, trace, args.data, out, args.knee_count, promise)
+            knees[trace] = knee(
+                args.config, trace, args.data, out, args.knee_count, promise, start=args.start
+            )
             print(f"{trace}: knee {knees[trace]:.3f} requests/s", file=sys.stderr, flush=True)
         runs = [(policy, 0) for policy in args.policies.split(",")]
         order.shuffle(runs)
