@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from policies.names import TRAITS, Trait
+from policies.names import TRAITS, ActorContext, ActorTrait, HoldContext, Trait
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Weight = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
@@ -97,10 +97,9 @@ class JustEnoughPolicy(_Policy):
     margin: Share = 0.8  # share of each limit that a prediction may use
 
 
-class MarginalPolicy(_Policy):
+class _Marginal(_Policy):
     """Marginal goodput: P(all limits met) minus what others lose minus the price of the work."""
 
-    kind: Literal["marginal"]
     shed_below: Share = 0.05  # as best-fit
     loss: float = Field(default=1.0, ge=0.0)  # a limit lost by another counts as one of its own
     price: float = Field(default=0.05, ge=0.0)  # value of one unit of price x second of work
@@ -108,6 +107,12 @@ class MarginalPolicy(_Policy):
     least_left_tokens: float = Field(default=8.0, ge=1.0)  # left of a stream past its forecast
     foreign_tpot_ms: float = Field(default=0.0, ge=0.0)  # assumed of foreign streams; 0: own limit
     size: float = Field(default=0.0, ge=0.0, le=2.0)  # 0 counts requests, 1 counts work
+
+
+class MarginalPolicy(_Marginal):
+    """The rule as it is."""
+
+    kind: Literal["marginal"]
 
 
 class _Learned(_Policy):
@@ -133,6 +138,19 @@ class LinearPolicy(_Learned):
     kind: Literal["linear"]
     weights: dict[Trait, Weight] = {"p_slo": 1.0}  # the others are 0
     within: float = Field(default=2.0, ge=0.0)  # only routes so near to the best P(SLO); 2: all
+
+
+class ActorPolicy(_Learned, _Marginal):
+    """The learned set scorer: a bounded residual on the marginal rule (`sluice train policy`).
+
+    Without weights it is the one that is shipped, but for the options given here; with `{}` it is
+    the marginal rule itself.
+    """
+
+    kind: Literal["actor"]
+    weights: dict[ActorTrait, dict[ActorContext, Weight]] | None = None  # of trait x context
+    reach: float = Field(default=1.0, gt=0.0, le=100.0)  # requests by which a score moves at most
+    hold_back: dict[HoldContext, Weight] = {}  # waits while worth less than 1 - 1 / their sum
 
 
 class BanditPolicy(_Learned):
@@ -195,6 +213,7 @@ PolicyConfig = Annotated[
     | JustEnoughPolicy
     | MarginalPolicy
     | LinearPolicy
+    | ActorPolicy
     | BanditPolicy
     | DriftPlusPenaltyPolicy,
     Field(discriminator="kind"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from pydantic import TypeAdapter
 
@@ -22,14 +23,34 @@ from domain.fleet import FleetSpec, ReplicaSpec, Variant
 from domain.outcome import Cause, Usage, UsageSource
 from domain.ports import Estimator, Scorer
 from domain.request import AUTO, InferenceRequest, Slo, SloClass, Tenant
-from policies.config import BestFitPolicy, PlainBase, PolicyConfig, TrialConfig
+from policies import registry
+from policies.config import ActorPolicy, BestFitPolicy, PlainBase, PolicyConfig, TrialConfig
 from policies.core import DecisionCore
 from policies.options import CoreOptions
 from policies.rollout import PlannedTrial, TrialPlan
 
 
+@lru_cache(maxsize=1)
+def _shipped() -> ActorPolicy:
+    policy = registry.read_entry(registry.SHIPPED, "actor").policy
+    assert isinstance(policy, ActorPolicy)
+    return policy
+
+
+def resolved(config: PolicyConfig) -> PolicyConfig:
+    """The policy with everything in it that its configuration leaves to the package: the shipped
+    weights. Raises: EntryError if they are damaged.
+    """
+    if config.kind != "actor" or config.weights is not None:
+        return config
+    own = {name: getattr(config, name) for name in config.model_fields_set - {"weights"}}
+    return _shipped().model_copy(update=own)
+
+
 def build_scorer(config: PolicyConfig | PlainBase) -> Scorer:
     """The scorer of that kind; imports only its module."""
+    if config.kind == "actor":
+        config = resolved(config)
     match config.kind:
         case "best_fit":
             from policies.scorers.best_fit import best_fit
@@ -61,19 +82,25 @@ def build_scorer(config: PolicyConfig | PlainBase) -> Scorer:
             from policies.scorers.pools import POOLS
 
             return POOLS
-        case "marginal":
+        case "marginal" | "actor":
             from policies.scorers.marginal import MarginalParams, marginal
 
-            return marginal(
-                MarginalParams(
-                    loss=config.loss,
-                    price=config.price,
-                    sharpness=config.sharpness,
-                    least_left=config.least_left_tokens,
-                    foreign_tpot=config.foreign_tpot_ms / 1000.0,
-                    size=config.size,
-                )
+            rule = MarginalParams(
+                loss=config.loss,
+                price=config.price,
+                sharpness=config.sharpness,
+                least_left=config.least_left_tokens,
+                foreign_tpot=config.foreign_tpot_ms / 1000.0,
+                size=config.size,
             )
+            if config.kind == "marginal":
+                return marginal(rule)
+            from policies.scorers.actor import actor
+
+            found = config.weights or {}
+            weights = {str(k): {str(z): w for z, w in v.items()} for k, v in found.items()}
+            held = {str(z): w for z, w in config.hold_back.items()}
+            return actor(weights, held, rule, config.reach, config.ranges())
         case "cheapest":
             from policies.scorers.cheapest import CHEAPEST
 
@@ -81,8 +108,8 @@ def build_scorer(config: PolicyConfig | PlainBase) -> Scorer:
         case "linear":
             from policies.scorers.linear import linear
 
-            weights = {str(name): weight for name, weight in config.weights.items()}
-            return linear(weights, config.within, config.ranges())
+            flat = {str(name): weight for name, weight in config.weights.items()}
+            return linear(flat, config.within, config.ranges())
         case "bandit":
             from policies.scorers.bandit import bandit
 
@@ -140,6 +167,7 @@ def build_core(
     `now` is the shell's clock, `midnight` any UTC midnight on it: daily quotas begin there. The
     fallback policy is best-fit with its defaults.
     """
+    config = resolved(config)
     return DecisionCore(
         fleet=fleet,
         estimator=estimator,
@@ -158,6 +186,7 @@ def build_core(
 
 def core_options(config: PolicyConfig) -> CoreOptions:
     """How a core decides around that policy's scorer."""
+    config = resolved(config)
     return CoreOptions(
         hold=config.hold,
         shed_below=config.shed_below,
@@ -185,11 +214,12 @@ def policy_of(text: str) -> tuple[Scorer, CoreOptions]:
 def trial_of(text: str) -> PlannedTrial:
     """A trial of its configuration as JSON."""
     config = TrialConfig.model_validate_json(text)
+    policy = resolved(config.policy)
     return PlannedTrial(
         plan=TrialPlan(**config.model_dump(exclude={"policy"})),
-        config=config.policy.model_dump_json(),
-        scorer=build_scorer(config.policy),
-        options=core_options(config.policy),
+        config=policy.model_dump_json(),
+        scorer=build_scorer(policy),
+        options=core_options(policy),
     )
 
 

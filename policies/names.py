@@ -30,3 +30,31 @@ LOGGED = TRAITS[:8]
 
 MOST_SHARE = 4.0
 """Bound of predicted / limit: four times the limit is as hopeless as any."""
+
+ActorTrait = Literal[
+    "one",
+    "p_slo",
+    "lost",
+    "cost",
+    "ttft_used",
+    "tpot_used",
+    "e2e_used",
+    "batch",
+    "backlog",
+    "slow",
+    "tighter",
+    "foreign",
+]
+"""What the learned set scorer sees of a candidate, each in [0, 1]: limits that others lose, price x
+work, predictions over what is left of the limits, sequences, seconds of prefill in front, the fixed
+part of a step, the share of own streams with a tighter pace, other gateways' sequences."""
+
+ActorContext = Literal["one", "tight", "long", "pressure"]
+"""What its weights depend on: the request's pace and length, and what the whole fleet runs."""
+
+HoldContext = Literal["one", "tight", "long", "pressure", "waited"]
+"""What holding back depends on: the same, and the share of the TTFT limit that was waited."""
+
+ACTOR_TRAITS: tuple[ActorTrait, ...] = get_args(ActorTrait)
+ACTOR_CONTEXTS: tuple[ActorContext, ...] = get_args(ActorContext)
+HOLD_CONTEXTS: tuple[HoldContext, ...] = get_args(HoldContext)

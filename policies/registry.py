@@ -27,6 +27,8 @@ from domain.errors import ConfigError
 from policies.config import PolicyConfig, TrialConfig
 
 FORMAT = 1
+SHIPPED = Path(__file__).parent / "artifacts"
+"""Registry of what comes with the package."""
 STAGES = (0.01, 0.05, 0.25, 1.0)
 """Shares of the tenants, one promotion after another."""
 HISTORY = 200
@@ -113,21 +115,27 @@ def read_entry(folder: Path, name: str) -> Entry:
     if not _NAME.fullmatch(name):
         raise EntryError(f"{name!r} is no name of an entry")
     path = _path(folder, name)
+    if not path.exists():
+        raise EntryError(f"no entry {name!r} in {folder}; known: {known(folder)}")
+    entry = read_file(path)
+    if entry.name != name:
+        raise EntryError(f"{path}: holds {entry.name!r}; rename one of them")
+    return entry
+
+
+def read_file(path: Path) -> Entry:
+    """The entry in a file, checked as `read_entry` does. Raises: EntryError."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise EntryError(f"{path}: larger than {MAX_BYTES} bytes; refused")
         data = json.loads(path.read_text())
         entry = Entry.model_validate(data)
-    except FileNotFoundError as exc:
-        raise EntryError(f"no entry {name!r} in {folder}; known: {known(folder)}") from exc
     except ValidationError as exc:
         first = exc.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise EntryError(f"{path}: {where}: {first['msg']}; fit it again") from exc
     except (OSError, ValueError) as exc:
         raise EntryError(f"{path}: damaged ({exc}); fit it again") from exc
-    if entry.name != name:
-        raise EntryError(f"{path}: holds {entry.name!r}; rename one of them")
     if entry.hash != digest(entry.policy):
         raise EntryError(f"{path}: its hash does not match its contents; `sluice policy add` again")
     return entry
@@ -171,9 +179,11 @@ def probe(policy: PolicyConfig) -> None:
         estimates.p_slo[:], estimates.quality[:] = rng.random((2, 1, 4))
         estimates.ttft[:], estimates.tpot[:] = rng.random((1, 4, 1)), 0.1 * rng.random((1, 4, 1))
         out.route.fill(-np.inf)
+        out.hold.fill(-np.inf)
         draws = rng.random((1, 4))
         scorer.kernel(scorer.params, requests, fleet, routes, estimates, mask, draws, 1.0, out)
-        if not sound(out.route[0], mask[0]):
+        held = -np.inf < out.hold[0] < np.inf and np.isneginf(out.route).all()
+        if not held and not sound(out.route[0], mask[0]):
             raise EntryError(f"the {policy.kind} policy gives scores that are no numbers; refused")
 
 

@@ -195,6 +195,11 @@ class Trial:
         return RolledBack(self.plan.name, why.value, detail)
 
 
+def _held(scores: Floats, hold: float) -> bool:
+    """Whether a scorer rather lets the request wait: a value to wait for, and no route."""
+    return -inf < hold < inf and bool(np.isneginf(scores).all())
+
+
 class Resolved(Protocol):
     """A policy as the chooser holds it: its kernel compiled for the core's columns."""
 
@@ -309,12 +314,14 @@ class Oversight:
         for i, policy in enumerate(policies):
             if self._strays(policy, block, fleet, routes, i, now):
                 policies[i], shifted[i] = self._fallback, True
+        hold = block.scores.hold
+        hold.fill(-np.inf)
         self._score(policies, block, fleet, routes, now)
         score = block.scores.route
         for i, policy in enumerate(policies):
             watched = policy.scorer.envelope is not None or policy is not self._active
             if watched and policy is not self._fallback and room[i].any():
-                faults[i] = not self._sound(score[i], room[i])
+                faults[i] = not (_held(score[i], hold[i]) or self._sound(score[i], room[i]))
         if any(faults):
             for i in np.flatnonzero(faults).tolist():
                 score[i], policies[i] = -np.inf, self._fallback
@@ -420,6 +427,7 @@ class Oversight:
             self._spare[shape] = score_columns(*shape), np.zeros(shape, np.bool_)
         out, mask = self._spare[shape]
         out.route.fill(-np.inf)
+        out.hold.fill(-np.inf)
         mask.fill(False)
         mask[i] = block.room[i]
         if self._strays(policy, block, fleet, routes, i, now):
@@ -437,6 +445,9 @@ class Oversight:
             out,
         )
         row: Floats = out.route[i]
+        if _held(row, out.hold[i]):
+            trial.decided(shifted=False, fault=False)
+            return None
         if not self._sound(row, mask[i]):
             trial.decided(shifted=False, fault=True)
             return None

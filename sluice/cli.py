@@ -41,7 +41,7 @@ SUBCOMMANDS = {
     "capacity": Subcommand("sluice.capacity", "what a fleet carries, what binds, what to add"),
     "tune": Subcommand("sluice.tune", "options of policies by CMA-ES, equal budgets"),
     "calibrate": Subcommand("sluice.calibrate", "fit profiles; how far off they are"),
-    "train": Subcommand("sluice.train", "fit length, latency or quality: artifact, card, report"),
+    "train": Subcommand("sluice.train", "fit length, latency, quality or policy: artifact, card"),
     "predict": Subcommand("sluice.predict", "look at one prediction, and why"),
     "replay": Subcommand("sluice.replay", "open-loop load against any OpenAI URL; goodput"),
 }

@@ -79,7 +79,9 @@ def run(args: Namespace) -> int:
             registry.probe(entry.policy)
             print(json.dumps(entry.model_dump(mode="json"), indent=1))
         case "add":
-            entry = registry.entry_of(args.name, _policy(args), _card(args))
+            from policies.factory import resolved
+
+            entry = registry.entry_of(args.name, resolved(_policy(args)), _card(args))
             registry.probe(entry.policy)
             path = registry.write_entry(folder, entry)
             _say(args, [{"entry": entry.name, "hash": entry.hash[:12], "file": str(path)}])

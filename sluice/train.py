@@ -1,7 +1,8 @@
-"""`sluice train length|latency|quality`: fits a predictor; an artifact with its card, and a report.
+"""`sluice train length|latency|quality|policy`: an artifact with its card, and a report.
 
-From tables (public data sets, or the fleet model for latency), from decision logs, or both. The
-jobs are modules of `training`, which run alone as well; their flags follow the kind.
+Predictors are fitted on tables (public data sets, or the fleet model for latency), decision logs,
+or both; a policy in the fleet model. The jobs are modules of `training`, which run alone as well;
+their flags follow the kind.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
+from sluice.compare import progress as bar
+
 EXAMPLE = (
     "sluice train latency --logs .sluice/decisions.jsonl --out latency.npz --report report\n"
     "  sluice train length --data ../shared/data --sets ship --out length.npz\n"
-    "  sluice train quality --data ../shared/data --logs .sluice/decisions.jsonl"
+    "  sluice train quality --data ../shared/data --logs .sluice/decisions.jsonl\n"
+    "  sluice train policy --scenario configs/scenarios/heterogeneous.yaml --algo es --shadow"
 )
-KINDS = ("length", "latency", "quality")
+KINDS = ("length", "latency", "quality", "policy")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -32,8 +36,17 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Run the job; its exit code."""
+    if args.kind == "policy":
+        from training.train_es import main
+
+        with nullcontext(_silent) if args.json else bar() as advance:
+            return main(args.flags, advance)
     with nullcontext() if args.json else progress(f"fitting {args.kind}"):
         return _job(args.kind)(args.flags)
+
+
+def _silent(done: int, total: int, what: str) -> None:
+    """Say nothing."""
 
 
 def _job(kind: str) -> Callable[[Sequence[str]], int]:

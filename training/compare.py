@@ -21,7 +21,9 @@ import yaml
 from backends.sim.profiles import load_profiles, shipped
 from domain.errors import ConfigError
 from domain.fleet import Profile
+from policies import registry
 from policies.config import PolicyConfig
+from policies.factory import resolved
 from training.evaluate import policy_named
 from training.measures import Report
 from training.scenario import Scenario
@@ -54,9 +56,9 @@ class Cell:
 
 
 def entrants(words: Sequence[str]) -> list[Entrant]:
-    """Policies from words: a kind, `kind:option=value:...`, `label=kind:...`, `all`, or a YAML file
-    of labels to {kind, options}. Early refusal is off unless asked for, so that all refuse by the
-    same rules. Raises: ConfigError.
+    """Policies from words: a kind, `kind:option=value:...`, `label=kind:...`, `all`, a YAML file of
+    labels to {kind, options}, or `label=FILE.json`, an entry of a registry. Early refusal is off
+    unless asked for, so that all refuse by the same rules. Raises: ConfigError.
     """
     found: dict[str, PolicyConfig] = {}
     for word in words:
@@ -64,6 +66,10 @@ def entrants(words: Sequence[str]) -> list[Entrant]:
             found |= {kind: policy_of(kind, {}) for kind in (*BASELINES, "marginal")}
         elif word.endswith((".yaml", ".yml")):
             found |= _policy_file(Path(word))
+        elif word.endswith(".json"):
+            label, _, path = word.rpartition("=")
+            policy = registry.read_file(Path(path)).policy
+            found[label or Path(path).stem] = _bare(policy)
         else:
             name, *options = word.split(":")
             label, _, kind = name.rpartition("=")
@@ -75,7 +81,17 @@ def entrants(words: Sequence[str]) -> list[Entrant]:
 
 def policy_of(kind: str, options: Mapping[str, Any]) -> PolicyConfig:
     """A policy that refuses nothing early unless its options say so. Raises: ConfigError."""
-    return policy_named(kind, **{"overload_target": 0.0, **options})
+    return _bare(policy_named(kind, **{"overload_target": 0.0, **options}))
+
+
+def _bare(policy: PolicyConfig) -> PolicyConfig:
+    """The learned set scorer with its weights, as it was trained: without the guard rail around
+    it, which the compiled loop does not know.
+    """
+    policy = resolved(policy)
+    if policy.kind != "actor":
+        return policy
+    return policy.model_copy(update={"envelope": {}, "log_candidates": 0, "overload_target": 0.0})
 
 
 def _policy_file(path: Path) -> dict[str, PolicyConfig]:

@@ -113,6 +113,27 @@ def summarise(plan: Plan, outcome: Outcome) -> Table:
     return Table(blocks=tuple(blocks)).ranked()
 
 
+def against(
+    outcome: Outcome, scenario: str, label: str, base: str, target: float
+) -> tuple[Interval, Interval]:
+    """Size-fair goodput at a target of one policy in a scenario (requests/s), and its ratio to
+    another's; nan where that carries nothing.
+    """
+    mine, theirs = (
+        _Curves.of([c for c in outcome.cells if (c.scenario, c.policy) == (scenario, name)])
+        for name in (label, base)
+    )
+    seeds = len(mine.plain)
+    weights = seed_weights(seeds, np.random.default_rng(0))
+    one, other = (last_at(c.rates, c.fair(weights), target) for c in (mine, theirs))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(other > 0, one / other, np.nan)
+    rate = interval(one, seeds)
+    if np.isnan(ratio).any():
+        return rate, Interval(value=float(ratio[0]), low=float("nan"), high=float("nan"))
+    return rate, interval(ratio, seeds)
+
+
 def _fair_of(report: Report) -> float:
     return min(report.by_work[MAIN_WEIGHT], report.worst_slice + SLICE_SLACK)
 

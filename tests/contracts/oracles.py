@@ -177,6 +177,61 @@ def marginal(s, p):
     return out
 
 
+def _soft(x, unit):
+    return np.where(np.isinf(x), 1, x / (x + unit))
+
+
+def _used(predicted, limit):
+    share = predicted / np.where(limit > 0, limit, 1)
+    return np.where(np.isinf(limit), 0, np.where(limit <= 0, 1, share / (share + 1)))
+
+
+def actor(s, p):
+    rule, reach, hold, weights = p[:6], p[6], p[7:12], p[12:].reshape(12, 4)
+    base, q, f, e, d, r = (
+        marginal(s, rule), s.requests, s.fleet, s.estimates, s.routes.decode, s.routes.prefill
+    )  # fmt: skip
+    worth = (q.weight * ((q.prompt + 5 * q.expected) / 1000) ** rule[5])[:, None]
+    waited = (s.now - q.arrived)[:, None]
+    ttft, tpot, decode = _median(s)
+    cost = -cheapest(s, None)
+    kept = worth * e.p_slo - rule[1] * cost
+    lost = np.maximum(kept - base, 0) / rule[0] if rule[0] else np.zeros_like(base)
+    with np.errstate(invalid="ignore"):
+        late = [
+            _used(x, (y[:, None] - waited)) for x, y in ((ttft, q.ttft), (ttft + decode, q.e2e))
+        ]
+        traits = [
+            np.ones_like(base), e.p_slo, _soft(lost, 1), _soft(cost, 1), late[0],
+            _used(tpot, q.tpot[:, None]), late[1], _wide(s, _soft(_batch(s), 16)),
+            _wide(s, _soft(_backlog(s) * f.per_token[r], 0.05)),
+            _wide(s, _soft((f.overhead + f.weights)[d], 0.02)), _tighter(s),
+            _wide(s, _soft(f.foreign_running[d], 16)),
+        ]  # fmt: skip
+        context = np.stack([
+            np.ones_like(q.tpot), 1 - _soft(q.tpot, 0.05), _soft(q.expected, 200),
+            np.full_like(q.tpot, _soft(_batch(s), 16).mean()),
+        ])  # fmt: skip
+    residual = np.einsum("kj,kic,ji->ic", weights, np.stack(traits), context)
+    out = base + worth * residual / (1 + np.abs(residual) / reach)
+    best = np.where(s.mask, out, -np.inf).max(axis=1)
+    early = (waited[:, 0] < q.ttft) & np.isfinite(q.ttft)
+    rho = hold[:4] @ context + hold[4] * waited[:, 0] / q.ttft
+    held = early & (rho > 0) & (context[3] > 0)
+    held &= best < worth[:, 0] * (1 - 1 / np.where(rho > 0, rho, 1))
+    return np.where(held[:, None], -np.inf, out)
+
+
+def _tighter(s):
+    """Share of a route's own streams with a tighter pace than each request's."""
+    out = np.zeros(s.mask.shape)
+    for i, c in np.ndindex(out.shape):
+        d = s.routes.decode[c]
+        limits = s.fleet.tpot_limit[d, : s.fleet.n_streams[d]]
+        out[i, c] = (limits < s.requests.tpot[i]).mean() if len(limits) else 0.0
+    return out
+
+
 def cheapest(s, p):
     d, r = s.routes.decode, s.routes.prefill
     prompt, expected = s.requests.prompt[:, None], s.requests.expected[:, None]

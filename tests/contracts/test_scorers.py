@@ -7,6 +7,7 @@ wins and says why it exists.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from domain.ports import Lesson
 from policies import kernels
 from policies.config import PolicyConfig
 from policies.factory import build_scorer
-from policies.names import TRAITS
+from policies.names import ACTOR_CONTEXTS, ACTOR_TRAITS, TRAITS
 from policies.scorers.drift_plus_penalty import BASES
 from tests.contracts import oracles
 from tests.fakes.shells import SCORERS as KINDS
@@ -26,8 +27,17 @@ from tests.fakes.states import State, plain_state, random_state
 
 TARGETS = [{"rank": 0, "attainment": 0.95}, {"rank": 1, "attainment": 0.5, "quality": 0.99}]
 
-DEFAULTS = {"drift_plus_penalty": {"targets": TARGETS, "v": 2.0}}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "drift_plus_penalty": {"targets": TARGETS, "v": 2.0},
+    "actor": {"weights": {"tighter": {"one": -0.5}}},
+}
 """Options without which a policy does nothing of its own."""
+
+WEIGHTS = {
+    trait: {context: 0.4 * (-1) ** (k + j) / (1 + j) for j, context in enumerate(ACTOR_CONTEXTS)}
+    for k, trait in enumerate(ACTOR_TRAITS)
+}
+"""A residual in which everything counts."""
 
 VARIED = (
     *({"kind": kind} for kind in KINDS),
@@ -39,6 +49,9 @@ VARIED = (
     {"kind": "marginal", "loss": 3.0, "price": 0.0, "sharpness": 4.0, "size": 1.0},
     {"kind": "marginal", "loss": 0.5, "foreign_tpot_ms": 40.0, "size": 0.5},
     {"kind": "linear", "weights": {"quality": 2.0, "cost": -1.5, "e2e": -0.3}, "within": 0.2},
+    {"kind": "actor", "weights": WEIGHTS, "loss": 0.5, "size": 0.7, "reach": 0.3},
+    {"kind": "actor", "weights": WEIGHTS, "hold_back": {"one": 0.9, "waited": 2.0, "tight": -0.5}},
+    {"kind": "actor", "weights": {}, "loss": 0.0, "price": 0.5, "foreign_tpot_ms": 30.0},
     {"kind": "bandit", "mode": "ucb", "alpha": 2.0, "price": 0.4},
     *(
         {"kind": "drift_plus_penalty", "base": {"kind": base}, "targets": TARGETS, "v": 3.0}
@@ -208,6 +221,44 @@ def test_version_names_the_parameters():
     """Other parameters, another version; the same ones, the same."""
     assert scorer_of("marginal").version == scorer_of("marginal").version
     assert scorer_of("marginal").version != scorer_of("marginal", loss=2.0).version
+
+
+# ---- the learned set scorer
+
+
+def test_without_weights_the_actor_is_the_marginal_rule():
+    """Bit for bit, whatever the rule's parameters: where training starts."""
+    for options in ({}, {"loss": 0.4, "size": 0.5, "price": 0.2}):
+        rule, learned = scorer_of("marginal", **options), scorer_of("actor", weights={}, **options)
+        for state in states():
+            assert np.array_equal(state.score(rule), state.score(learned))
+
+
+def test_no_weight_moves_a_score_beyond_the_reach():
+    """However wrong it is, training can cost a request's worth times `reach`."""
+    wild = {trait: dict.fromkeys(ACTOR_CONTEXTS, 1e6) for trait in ACTOR_TRAITS}
+    rule, learned = scorer_of("marginal"), scorer_of("actor", weights=wild, reach=0.25)
+    for state in states():
+        moved = state.score(learned)[state.mask] - state.score(rule)[state.mask]
+        worth = np.broadcast_to(state.requests.weight[:, None], state.mask.shape)[state.mask]
+        assert np.all(np.abs(moved) <= 0.25 * worth + 1e-9)
+
+
+def test_what_would_cost_others_more_is_held_back_while_there_is_time():
+    """Its best route breaks another's pace: it waits, up to its TTFT limit. Not for an idle
+    fleet.
+    """
+    state = plain_state(1, prompt=2000.0)
+    state.requests.ttft[:] = 1.0
+    patient = scorer_of("actor", weights={}, hold_back={"one": 2.5})
+    assert np.isfinite(state.score(patient)).all()
+    for slot in range(1, 4):
+        stream(state, 0, slot, tpot=0.02, tokens=60, expected=130.0)
+    state.estimates.p_slo[:] = 0.9
+    assert np.isfinite(state.score(scorer_of("marginal"))).all()
+    assert np.isneginf(state.score(patient)).all()
+    state.requests.arrived[:] = state.now - 1.5
+    assert np.isfinite(state.score(patient)).all()
 
 
 # ---- a scenario for each
@@ -385,6 +436,18 @@ def likelier() -> State:
     return state
 
 
+def spared() -> State:
+    """Nobody is expected to lose a limit; the first has the better chance, and a stream whose pace
+    is tighter.
+    """
+    state = plain_state(2)
+    state.estimates.p_slo[0] = 1.0, 0.95
+    stream(state, 0, 1, tpot=0.2)
+    stream(state, 1, 2)
+    stream(state, 1, 3)
+    return state
+
+
 def learned_otherwise() -> State:
     """The first looks a little better, but replicas as busy as that have missed before."""
     state = plain_state(2)
@@ -423,6 +486,7 @@ SCENARIOS = {
     "marginal": harmless,
     "cheapest": cheaper,
     "linear": likelier,
+    "actor": spared,
     "bandit": learned_otherwise,
     "drift_plus_penalty": in_debt,
 }

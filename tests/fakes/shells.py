@@ -42,6 +42,7 @@ SCORERS = (
     "marginal",
     "cheapest",
     "linear",
+    "actor",
     "bandit",
     "drift_plus_penalty",
 )

@@ -6,7 +6,8 @@ import pytest
 
 from domain.errors import ConfigError
 from policies import registry
-from policies.config import BestFitPolicy, LinearPolicy
+from policies.config import ActorPolicy, BestFitPolicy, LinearPolicy
+from policies.factory import build_scorer, resolved
 
 GENTLE = LinearPolicy(kind="linear", weights={"p_slo": 1.0, "cost": -0.1})
 
@@ -103,3 +104,18 @@ def test_a_damaged_state_is_said(folder):
 def test_a_probe_lets_sound_policies_pass():
     """Whatever gives numbers; weights that overflow have been refused before."""
     registry.probe(BestFitPolicy())
+
+
+def test_what_is_shipped_is_sound_and_one_line_makes_it_decide():
+    """`policy: {kind: actor}` is the entry that comes with the package, options given beside it
+    kept; the event log gets its weights.
+    """
+    entry = registry.read_entry(registry.SHIPPED, "actor")
+    registry.probe(entry.policy)
+    assert entry.card["command"].startswith("sluice train policy")
+    plain = resolved(ActorPolicy(kind="actor", queue_limit=7))
+    assert plain.queue_limit == 7
+    assert plain.weights == entry.policy.weights
+    assert plain.shed_below == entry.policy.shed_below
+    shipped = build_scorer(entry.policy)
+    assert build_scorer(ActorPolicy(kind="actor")).version == shipped.version

@@ -162,6 +162,49 @@ def test_an_active_policy_with_poisoned_weights_never_decides():
     assert w.whole()
 
 
+PATIENT = {"kind": "actor", "weights": {}, "hold_back": {"one": 1e5}, "shed_below": 0.0}
+"""Waits for an idle fleet."""
+
+
+def begin(w, name):
+    """A request arrives; whether it was sent."""
+    w.now += 0.01
+    w.tell(Arrived(w.now, request(name, tenant="t1", slo=Slo(ttft=5.0))))
+    return name in w.sends
+
+
+def end(w, name):
+    """Its only token comes."""
+    w.tell(FirstToken(w.now, name, w.sends[name].attempt))
+    w.tell(AttemptEnded(w.now, name, w.sends[name].attempt, Cause.FINISHED, COUNTED, w.now))
+
+
+def test_to_hold_a_request_back_is_no_fault():
+    """A learned policy may prefer to wait: the default does not step in, and the wait ends."""
+    options = {k: v for k, v in PATIENT.items() if k not in {"kind", "shed_below"}}
+    w = world("actor", envelope={"ttft": (0.0, 1e3)}, **options)
+    assert begin(w, "a")
+    assert not begin(w, "b")
+    end(w, "a")
+    assert w.sends["b"].policy == "actor"
+    end(w, "b")
+    assert w.core.guarded.faults == 0
+    assert w.whole()
+
+
+def test_a_shadow_that_would_hold_back_is_no_fault():
+    """It is counted as a decision, with no route to show."""
+    w = world()
+    w.tell(TrialChanged(0.0, plan(PATIENT, mode="shadow")))
+    assert begin(w, "a")
+    assert begin(w, "b")
+    assert (w.sends["a"].shadow is None, w.sends["b"].shadow is None) == (False, True)
+    assert (w.core.trial.tally.decisions, w.core.trial.tally.faults) == (2, 0)
+    end(w, "a")
+    end(w, "b")
+    assert w.whole()
+
+
 def test_shifted_inputs_are_the_default_policys():
     """Outside the ranges of the fit the default decides; when half is outside the trial ends."""
     inside = {"kind": "linear", "envelope": {"cost": (0.0, 0.1)}, "slack": 0.0}

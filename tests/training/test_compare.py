@@ -3,9 +3,12 @@
 import json
 
 import pytest
+from pydantic import TypeAdapter
 
 from backends.sim.profiles import shipped
 from domain.errors import ConfigError
+from policies import registry
+from policies.config import PolicyConfig
 from tests.fakes.small_fleet import LiveRunner, small
 from training import compare, workers
 from training.compare import Plan, Store, entrants, execute
@@ -107,6 +110,13 @@ def test_policies_are_named_in_words_and_files(tmp_path):
     assert (found["w"].size, found["w"].shed_below) == (1.0, 0.1)
     assert (found["mine"].ttft_margin, found["mine"].overload_target) == (0.6, 0.0)
     assert len(entrants(["all"])) == 14
+    learned = {"kind": "actor", "weights": {"slow": {"one": 0.1}}, "envelope": {"ttft": (0.0, 1.0)}}
+    entry = registry.entry_of("new", TypeAdapter(PolicyConfig).validate_python(learned))
+    written = registry.write_entry(tmp_path, entry)
+    shipped, new = entrants(["actor", f"mine={written}"])
+    assert (new.label, new.policy.weights) == ("mine", {"slow": {"one": 0.1}})
+    assert not new.policy.envelope  # the compiled loop runs it
+    assert shipped.policy.weights is not None
     for bad in ("nonsense", "best_fit:typo=1", str(tmp_path / "absent.yaml")):
         with pytest.raises(ConfigError):
             entrants([bad])

@@ -17,8 +17,15 @@ pytestmark = pytest.mark.slow
 SCORERS = (
     "random", "round_robin", "weighted_round_robin", "least_requests", "least_tokens",
     "power_of_two", "lmetric", "pools", "best_fit", "prefix_affinity", "sticky", "predicted",
-    "just_enough", "marginal",
+    "just_enough", "marginal", "actor",
 )  # fmt: skip
+DEFAULTS = {
+    "actor": {
+        "weights": {"tpot_used": {"one": -0.4, "tight": 0.5}, "slow": {"tight": -0.3}},
+        "hold_back": {"one": 0.5, "pressure": 0.4, "waited": -0.2},
+    }
+}
+"""Weights that place and hold otherwise than the rule."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +50,7 @@ def scenario(groups, n=1500, **fields):
 
 def policy_of(kind, **options):
     """A policy; without early refusal unless it asks for it."""
-    return policy_named(kind, **({"overload_target": 0.0} | options))
+    return policy_named(kind, **({"overload_target": 0.0} | DEFAULTS.get(kind, {}) | options))
 
 
 def assert_alike(loop, case, policy):
