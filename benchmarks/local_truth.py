@@ -43,10 +43,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from backends.sim.profiles import read_profiles, write_profiles
-from benchmarks.local_policies import knee
+from benchmarks.local_policies import UNHURRIED, knee
 from benchmarks.local_policies import replay as real_run
 from domain.fleet import FleetSpec, Profile, ProfileKey
 from gateway.fleet import Place, replica_spec
+from sluice.replay import slo_of
 from sluice.settings import Settings, load
 from training.calibrate_report import decision_logs
 from training.evaluate import policy_named, run_live
@@ -153,12 +154,12 @@ def calibrated(out: Path) -> Calibrated:
 def calibration_runs(config: Path, args: argparse.Namespace, out: Path) -> list[Path]:
     """Decision logs of the calibration trace at three loads."""
     folder = out / "calibrate-flood"
-    flood = one(config, args, folder, "round_robin", LEARN, 1000.0, args.learn, "batch")
+    flood = one(config, args, folder, "round_robin", LEARN, 1000.0, args.learn, UNHURRIED)
     folders = [folder]
     for part in LEARN_LOADS:
         folder = out / f"calibrate-{part}"
         rate = part * args.learn / flood["makespan"]
-        one(config, args, folder, "round_robin", LEARN, rate, args.learn, "batch")
+        one(config, args, folder, "round_robin", LEARN, rate, args.learn, UNHURRIED)
         folders.append(folder)
     return [folder / "decisions.jsonl" for folder in folders]
 
@@ -171,12 +172,15 @@ def one(
     trace: str,
     rate: float,
     count: int,
-    slo_class: str,
+    promise: Sequence[str],
 ) -> dict[str, Any]:
     """A real run, or what was kept of it."""
-    return real_run(
-        config, policy, trace, rate, count, args.data, out, ("--class", slo_class), EXTRA
-    )
+    return real_run(config, policy, trace, rate, count, args.data, out, promise, EXTRA)
+
+
+def promised(args: argparse.Namespace) -> list[str]:
+    """Class and limits of the runs, as arguments of `sluice replay`."""
+    return ["--class", CLASS, *(["--slo", args.slo] if args.slo else [])]
 
 
 def read_run(folder: Path) -> list[dict[str, Any]]:
@@ -187,14 +191,15 @@ def read_run(folder: Path) -> list[dict[str, Any]]:
 # ---- the same in virtual time
 
 
-def promise_of(settings: Settings) -> Promise:
-    """The class that the runs ask for."""
+def promise_of(settings: Settings, slo: str | None) -> Promise:
+    """The class that the runs ask for, with its limits or those of `--slo`."""
     known = settings.classes[CLASS].slo_class(CLASS)
+    limits = known.slo if slo is None else slo_of(slo)
     return Promise(
         rank=known.rank,
-        ttft=known.slo.ttft,
-        tpot=known.slo.tpot,
-        e2e=known.slo.e2e,
+        ttft=limits.ttft,
+        tpot=limits.tpot,
+        e2e=limits.e2e,
         weight=known.weight,
         sheddable=known.sheddable,
         patience=known.patience,
@@ -221,7 +226,10 @@ def believed(settings: Settings) -> FleetSpec:
 
 
 def case_of(
-    settings: Settings, found: Calibrated, runs: Sequence[Sequence[Mapping[str, Any]]]
+    settings: Settings,
+    limits: Promise,
+    found: Calibrated,
+    runs: Sequence[Sequence[Mapping[str, Any]]],
 ) -> Case:
     """The requests of the real runs, in virtual time: when they were due, prompts as the engines
     counted them, answers as long as they were asked to be.
@@ -238,7 +246,6 @@ def case_of(
         np.round(prompt),
         np.array([line["wanted"] for line in first]),
     )
-    limits = promise_of(settings)
     scenario = Scenario(
         name="local",
         fleet=tuple(Replicas(profile=name) for name in PAIR),
@@ -401,11 +408,9 @@ def told(verdicts: Sequence[Verdict], order: Order) -> list[str]:
     return lines
 
 
-def report(config: Path, args: argparse.Namespace, out: Path) -> list[str]:
+def report(args: argparse.Namespace, out: Path) -> list[str]:
     """Everything that the folder's finished runs say."""
-    settings = load(config)
     found = calibrated(out)
-    limits = promise_of(settings)
     lines: dict[str, list[list[dict[str, Any]]]] = {}
     for policy in args.policies.split(","):
         folders = [out / f"{k}-{policy}" for k in range(args.rounds)]
@@ -413,7 +418,9 @@ def report(config: Path, args: argparse.Namespace, out: Path) -> list[str]:
     every = [run for runs in lines.values() for run in runs]
     if not every:
         raise SystemExit(f"{out} holds no finished run")
-    case = case_of(settings, found, every)
+    settings = load(next(out.glob("0-*/gateway.yaml")))  # what a gateway was started with
+    limits = promise_of(settings, args.slo)
+    case = case_of(settings, limits, found, every)
     verdicts = []
     for policy, runs in lines.items():
         if not runs:
@@ -457,6 +464,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=200, help="requests of a run")
     parser.add_argument("--load", type=float, default=1.0, help="times the knee")
     parser.add_argument("--learn", type=int, default=150, help="requests of a calibration run")
+    parser.add_argument("--slo", help="limits in place of the class's, as in `sluice replay --slo`")
+    parser.add_argument("--start", type=float, default=0.85, help="first knee run, of the flood's")
     parser.add_argument("--knee-count", type=int, default=120, help="requests of a knee run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plan", action="store_true", help="only say how long it takes")
@@ -472,9 +481,10 @@ def main(argv: list[str] | None = None) -> int:
     if not args.report:
         calibrate(config, args, out)
         if rate is None:
-            rate = args.load * knee(
-                config, TEST, args.data, out, args.knee_count, ("--class", CLASS), EXTRA
+            found = knee(
+                config, TEST, args.data, out, args.knee_count, promised(args), EXTRA, args.start
             )
+            rate = args.load * found
             kept.write_text(json.dumps(rate))
         say(f"{rate:.3f} requests/s; about {left(args, out, rate) / 60:.0f} minutes to go")
         order = random.Random(args.seed)
@@ -483,9 +493,9 @@ def main(argv: list[str] | None = None) -> int:
             order.shuffle(policies)
             for policy in policies:
                 folder = out / f"{k}-{policy}"
-                found = one(config, args, folder, policy, TEST, rate, args.count, CLASS)
-                say(f"round {k} {policy}: attainment {found['attainment']:.3f}")
-    print("\n".join(report(config, args, out)))
+                run = one(config, args, folder, policy, TEST, rate, args.count, promised(args))
+                say(f"round {k} {policy}: attainment {run['attainment']:.3f}")
+    print("\n".join(report(args, out)))
     return 0
 
 

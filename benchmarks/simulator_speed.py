@@ -13,11 +13,11 @@ room, late readings, tenants, classes, forecasts.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-import resource
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +113,13 @@ def table(loop: CompiledLoop, count: int, kinds: list[str]) -> list[Speed]:
 
 
 def scaling(loop: CompiledLoop, count: int, kinds: list[str]) -> list[Speed]:
-    """8 to 256 replicas at 0.9 times the knee of 8, a replica."""
+    """8 to 256 replicas at 0.9 times the knee of 8, a replica; so many requests that each of them
+    gets a few hundred.
+    """
     at, rows = knee(loop, 8), []
     for replicas in (8, 16, 32, 64, 128, 256):
-        case = build(scenario(replicas, count), 0.9 * at * replicas / 8, 2)
+        requests = max(count, count * replicas // 64)
+        case = build(scenario(replicas, requests), 0.9 * at * replicas / 8, 2)
         rows += [timed(loop, case, kind, 0.9) for kind in kinds]
     return rows
 
@@ -130,30 +133,48 @@ def by_load(loop: CompiledLoop, count: int, kinds: list[str]) -> list[Speed]:
     return rows
 
 
-def by_queue(loop: CompiledLoop, kinds: list[str]) -> list[Speed]:
-    """Requests that come at once and wait as long as it takes: queues of 100 to 100,000."""
+def by_queue(loop: CompiledLoop, count: int, kinds: list[str]) -> list[Speed]:
+    """Requests that come at once and wait as long as it takes: queues of 100 to 5 x `count`."""
     calm = {"all": Promise(e2e=1e6, sheddable=False, max_wait=1e6, patience=1e6)}
     rows = []
-    for count in (100, 1_000, 10_000, 100_000):
-        case = build(scenario(8, count).model_copy(update={"classes": calm}), 1e6, 2)
+    for length in (100, 1_000, 10_000, 100_000):
+        if length > 5 * count:
+            break
+        case = build(scenario(8, length).model_copy(update={"classes": calm}), 1e6, 2)
         for kind in kinds:
-            row = timed(loop, case, kind, 0.0, queue_limit=count)
-            rows.append(Speed(**{**_fields(row), "note": f"queue of {count:,}"}))
+            row = timed(loop, case, kind, 0.0, queue_limit=length)
+            rows.append(replace(row, note=f"queue of {length:,}"))
     return rows
 
 
-def memory(loop: CompiledLoop) -> dict[str, float]:
-    """Peak bytes that a million requests add to this process, and their speed."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    case = build(scenario(8, 1_000_000), 0.9 * knee(loop, 8), 2)
-    drawn = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def memory(loop: CompiledLoop, count: int) -> dict[str, float]:
+    """Peak bytes that so many requests add to this process, and their speed."""
+    rate = 0.9 * knee(loop, 8)
+    _forget()
+    base = _peak()
+    case = build(scenario(8, count), rate, 2)
+    drawn = _peak()
     run = loop.run(case, policy("least_requests"))
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    lived = _peak()
     return {
-        "trace_mib": (drawn - before) / 1024,
-        "loop_mib": (after - drawn) / 1024,
+        "requests": count,
+        "trace_mib": drawn - base,
+        "loop_mib": lived - base,
+        "bytes_per_request": (lived - base) * 2**20 / count,
         "per_second": len(case.trace) / run.seconds,
     }
+
+
+def _peak() -> float:
+    """MiB that this process held at most since `_forget`."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return int(next(x for x in status if x.startswith("VmHWM")).split()[1]) / 1024
+
+
+def _forget() -> None:
+    """Let the peak be what is held now (Linux: proc(5), clear_refs)."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def live(loop: CompiledLoop, count: int, kinds: list[str]) -> list[Speed]:
@@ -180,7 +201,7 @@ def live(loop: CompiledLoop, count: int, kinds: list[str]) -> list[Speed]:
     return rows
 
 
-def environment(fleets: int = 256, steps: int = 200) -> dict[str, float]:
+def environment(fleets: int, steps: int = 200) -> dict[str, float]:
     """Decisions per CPU-second of `FleetVectorEnv.step` alone, choosing the best P(SLO)."""
     env = FleetVectorEnv(fleets)
     seen, info = env.reset(seed=1)
@@ -197,10 +218,6 @@ def environment(fleets: int = 256, steps: int = 200) -> dict[str, float]:
             spent += time.process_time() - began
             decisions += fleets - float((terminated | truncated).sum())
     return {"fleets": fleets, "decisions_per_second": decisions / spent}
-
-
-def _fields(row: Speed) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in Speed.__dataclass_fields__}
 
 
 def shown(rows: list[Speed]) -> None:
@@ -223,6 +240,7 @@ def main() -> None:
     parser.add_argument("--part", choices=(*parts, "all"), default="table")
     parser.add_argument("--count", type=int, default=20_000)
     parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--fleets", type=int, default=256, help="of the environment")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     kinds = args.policies.split(",")
@@ -232,11 +250,11 @@ def main() -> None:
         print(f"\n{part}")
         match part:
             case "memory":
-                found[part] = memory(loop)
+                found[part] = memory(loop, 50 * args.count)
                 print(found[part])
                 continue
             case "environment":
-                found[part] = environment()
+                found[part] = environment(args.fleets)
                 print(found[part])
                 continue
             case "table":
@@ -246,11 +264,11 @@ def main() -> None:
             case "load":
                 rows = by_load(loop, args.count, kinds)
             case "queue":
-                rows = by_queue(loop, kinds)
+                rows = by_queue(loop, args.count, kinds)
             case _:
-                rows = live(loop, max(args.count // 10, 500), kinds)
+                rows = live(loop, max(args.count // 2, 500), kinds)
         shown(rows)
-        found[part] = [_fields(r) for r in rows]
+        found[part] = [asdict(r) for r in rows]
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
 

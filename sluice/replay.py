@@ -177,7 +177,7 @@ def judged(args: Namespace, plan: Trace) -> tuple[dict[str, ClassPlan], dict[str
     elif args.classes:
         classes = {name: ClassPlan(header=name) for name in plan.classes}
     if args.slo is not None:
-        slo = _slo(args.slo)
+        slo = slo_of(args.slo)
         classes = {name: replace(c, slo=slo) for name, c in classes.items()}
     return classes, keys
 
@@ -248,7 +248,8 @@ def _share(text: str) -> tuple[str, float]:
         raise ConfigError(f"--class takes NAME or NAME=SHARE, not {text!r}") from exc
 
 
-def _slo(text: str) -> Slo:
+def slo_of(text: str) -> Slo:
+    """Limits from `ttft=MS,tpot=MS,e2e=MS`. Raises: ConfigError."""
     limits = dict.fromkeys(("ttft", "tpot", "e2e"), "")
     limits |= {name: value for name, _, value in (p.partition("=") for p in text.split(","))}
     try:

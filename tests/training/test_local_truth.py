@@ -16,6 +16,7 @@ from benchmarks.local_truth import (
     main,
     order_of,
     pair_config,
+    promise_of,
     simulated,
 )
 from sluice.settings import load
@@ -49,7 +50,8 @@ def folder(tmp_path):
     config = pair_config(local_truth.ROOT / "configs" / "local.yaml", tmp_path)
     found = Calibrated(profiles=profiles(), delays=dict.fromkeys(PAIR, 0.01))
     rng = np.random.default_rng(1)
-    case = case_of(load(config), found, [plan])
+    settings = load(config)
+    case = case_of(settings, promise_of(settings, None), found, [plan])
     for policy in POLICIES:
         rows = simulated(case, policy, found)
         for k in range(ROUNDS):
@@ -63,6 +65,7 @@ def folder(tmp_path):
                 lines.append({**line, **times, "ended": times["last"], "tokens": line["wanted"]})
             (run / "requests.jsonl").write_text("\n".join(map(json.dumps, lines)))
             (run / "report.json").write_text("{}")
+            (run / "gateway.yaml").write_text(config.read_text())
     keep(tmp_path, found.profiles)
     return tmp_path
 
