@@ -91,7 +91,7 @@ def core(
 ) -> DecisionCore:
     """A fresh core without quotas."""
     return build_core(
-        policy or BestFitPolicy(),
+        policy or BestFitPolicy(overload_target=0.05),
         fleet=fleet(m),
         estimator=BaselineEstimator(),
         tenants=[Tenant(name=name) for name in tenants],
@@ -394,7 +394,7 @@ def gateways(args: argparse.Namespace) -> dict[str, Any]:
             goodput[n], share[n] = [], []
             for s in range(args.seeds):
                 found = play(
-                    [core(["t"], BestFitPolicy(seed=g)) for g in range(n)],
+                    [core(["t"], BestFitPolicy(seed=g, overload_target=0.05)) for g in range(n)],
                     calls(s, load * KNEE, args.seconds, gateways=n),
                     metrics_delay=0.5,
                     round_trip=1e-3,

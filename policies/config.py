@@ -20,7 +20,9 @@ class _Policy(BaseModel):
 
     hold: bool = True  # late binding: wait at the gateway while every replica's window is full
     shed_below: Share = 0.0  # P(SLO) under which a sheddable request is refused; 0: never
-    overload_target: Share = 0.0  # mean 1 - P(SLO) beyond which arrivals are refused; 0: never
+    # Mean 1 - P(SLO) beyond which arrivals are refused; 0: never. 0.05 keeps the top class whole at
+    # 1.3 x the knee and costs a fifth of the goodput (policies/README.md).
+    overload_target: Share = 0.0
     explore: Share = (
         0.0  # share of uniform choices among nearly equal routes; logged with propensity
     )
@@ -53,11 +55,12 @@ class ClassicPolicy(_Policy):
 
 
 class BestFitPolicy(_Policy):
-    """Best-fit headroom, shedding what no replica can serve in time: the default."""
+    """Best-fit headroom, shedding what no replica can serve in time; decides where a learned or
+    late policy may not.
+    """
 
     kind: Literal["best_fit"] = "best_fit"
     shed_below: Share = 0.05  # below one chance in twenty, serving it costs others more
-    overload_target: Share = 0.05  # a fleet at 0.9 x its knee keeps 95 % of its limits
     ttft_margin: Share = 0.8  # share of the TTFT limit a prediction may use
     tpot_margin: Share = 0.8  # of the TPOT limit
     e2e_margin: Share = 0.8  # of the E2E limit
@@ -110,13 +113,13 @@ class _Marginal(_Policy):
 
 
 class MarginalPolicy(_Marginal):
-    """The rule as it is."""
+    """The rule as it is: the default."""
 
-    kind: Literal["marginal"]
+    kind: Literal["marginal"] = "marginal"
 
 
 class _Learned(_Policy):
-    """A scorer fitted on data: outside what it was fitted on, the default policy decides."""
+    """A scorer fitted on data: outside what it was fitted on, best-fit decides."""
 
     envelope: dict[Trait, Range] = {}  # lowest and highest value of each trait in the fit
     slack: float = Field(default=0.1, ge=0.0)  # share of a range by which it may be passed

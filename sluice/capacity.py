@@ -10,14 +10,14 @@ from pathlib import Path
 from domain.errors import ConfigError
 from sluice.cli import DONE, FAILED
 
-EXAMPLE = "sluice capacity configs/scenarios/heterogeneous.yaml --policy best_fit --target-rate 60"
+EXAMPLE = "sluice capacity configs/scenarios/heterogeneous.yaml --policy marginal --target-rate 60"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("scenario", type=Path, metavar="SCENARIO", help="a scenario file")
     parser.add_argument(
-        "--policy", default="best_fit", metavar="P", help="as in `sluice compare --policies`"
+        "--policy", default="marginal", metavar="P", help="as in `sluice compare --policies`"
     )
     parser.add_argument(
         "--targets",

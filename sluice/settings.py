@@ -32,7 +32,7 @@ from gateway.config import (
     TimeoutsConfig,
 )
 from gateway.tenants import Name, TenantSection, load_tenants
-from policies.config import BestFitPolicy, PolicyConfig
+from policies.config import MarginalPolicy, PolicyConfig
 from predictors.config import BaselineConfig, EstimatorConfig
 
 Path_ = tuple[str | int, ...]
@@ -48,7 +48,7 @@ class Settings(Section):
     default_class: str = "standard"
     tenants: dict[Name, TenantSection] = Field(default={})
     tenants_file: Path | None = None  # more of them, in a file of their own; beside this one
-    policy: PolicyConfig = BestFitPolicy()
+    policy: PolicyConfig = MarginalPolicy()
     policy_registry: Path | None = None  # folder of `sluice policy`; its active entry overrides
     predictors: EstimatorConfig = BaselineConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()

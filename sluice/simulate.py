@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from training.measures import Report
 
 EXAMPLE = (
-    "sluice simulate configs/scenarios/heterogeneous.yaml --policy best_fit --rate 20 --seed 1"
+    "sluice simulate configs/scenarios/heterogeneous.yaml --policy marginal --rate 20 --seed 1"
 )
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("scenario", type=Path, metavar="SCENARIO", help="a scenario file")
-    parser.add_argument("--policy", default="best_fit", metavar="P", help="kind of the policy")
+    parser.add_argument("--policy", default="marginal", metavar="P", help="kind of the policy")
     parser.add_argument(
         "--set",
         action="append",

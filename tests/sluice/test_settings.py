@@ -45,7 +45,7 @@ def test_shipped_configs_load(path):
 
 def test_the_smallest_config():
     settings = parse(GOOD, "x.yaml")
-    assert settings.policy.kind == "best_fit"
+    assert settings.policy.kind == "marginal"
     assert settings.timeouts.connect_ms == 2000
     assert settings.local_replicas == []
 

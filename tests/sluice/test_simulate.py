@@ -33,7 +33,7 @@ def test_a_report_as_json(scenario, capsys):
 def test_a_report_for_people_and_options(scenario, capsys):
     argv = ["simulate", scenario, "--rate", "4", "--set", "shed_below=0.1", "--requests", "60"]
     assert main(argv) == 0
-    assert "best_fit at 4/s" in capsys.readouterr().out
+    assert "marginal at 4/s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
