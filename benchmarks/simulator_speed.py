@@ -17,6 +17,7 @@ import gc
 import json
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -101,50 +102,44 @@ def timed(loop: CompiledLoop, case: Case, kind: str, load: float, **options: Any
     )
 
 
-def table(loop: CompiledLoop, count: int, kinds: list[str]) -> list[Speed]:
+def table(loop: CompiledLoop, count: int, kinds: list[str]) -> Iterator[Speed]:
     """Every policy at 8 and 64 replicas, at 0.9 and 1.1 times the knee."""
-    rows = []
     for replicas in (8, 64):
         at = knee(loop, replicas)
         for load in (0.9, 1.1):
             case = build(scenario(replicas, count), load * at, 2)
-            rows += [timed(loop, case, kind, load) for kind in kinds]
-    return rows
+            yield from (timed(loop, case, kind, load) for kind in kinds)
 
 
-def scaling(loop: CompiledLoop, count: int, kinds: list[str]) -> list[Speed]:
+def scaling(loop: CompiledLoop, count: int, kinds: list[str]) -> Iterator[Speed]:
     """8 to 256 replicas at 0.9 times the knee of 8, a replica; so many requests that each of them
     gets a few hundred.
     """
-    at, rows = knee(loop, 8), []
+    at = knee(loop, 8)
     for replicas in (8, 16, 32, 64, 128, 256):
         requests = max(count, count * replicas // 64)
         case = build(scenario(replicas, requests), 0.9 * at * replicas / 8, 2)
-        rows += [timed(loop, case, kind, 0.9) for kind in kinds]
-    return rows
+        yield from (timed(loop, case, kind, 0.9) for kind in kinds)
 
 
-def by_load(loop: CompiledLoop, count: int, kinds: list[str]) -> list[Speed]:
+def by_load(loop: CompiledLoop, count: int, kinds: list[str]) -> Iterator[Speed]:
     """8 replicas at 0.5 to 2 times the knee."""
-    at, rows = knee(loop, 8), []
+    at = knee(loop, 8)
     for load in (0.5, 0.7, 0.9, 1.0, 1.1, 1.3, 2.0):
         case = build(scenario(8, count), load * at, 2)
-        rows += [timed(loop, case, kind, load) for kind in kinds]
-    return rows
+        yield from (timed(loop, case, kind, load) for kind in kinds)
 
 
-def by_queue(loop: CompiledLoop, count: int, kinds: list[str]) -> list[Speed]:
+def by_queue(loop: CompiledLoop, count: int, kinds: list[str]) -> Iterator[Speed]:
     """Requests that come at once and wait as long as it takes: queues of 100 to 5 x `count`."""
     calm = {"all": Promise(e2e=1e6, sheddable=False, max_wait=1e6, patience=1e6)}
-    rows = []
     for length in (100, 1_000, 10_000, 100_000):
         if length > 5 * count:
             break
         case = build(scenario(8, length).model_copy(update={"classes": calm}), 1e6, 2)
         for kind in kinds:
             row = timed(loop, case, kind, 0.0, queue_limit=length)
-            rows.append(replace(row, note=f"queue of {length:,}"))
-    return rows
+            yield replace(row, note=f"queue of {length:,}")
 
 
 def memory(loop: CompiledLoop, count: int) -> dict[str, float]:
@@ -177,9 +172,8 @@ def _forget() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def live(loop: CompiledLoop, count: int, kinds: list[str]) -> list[Speed]:
+def live(loop: CompiledLoop, count: int, kinds: list[str]) -> Iterator[Speed]:
     """The live core in virtual time, 8 and 64 replicas, 0.9 times the knee."""
-    rows = []
     for replicas in (8, 64):
         case = build(scenario(replicas, count), 0.9 * knee(loop, replicas), 2)
         for kind in kinds:
@@ -187,18 +181,15 @@ def live(loop: CompiledLoop, count: int, kinds: list[str]) -> list[Speed]:
             began = time.process_time()
             run = run_live(case, policy(kind), learning=False)
             spent = time.process_time() - began
-            rows.append(
-                Speed(
-                    policy=kind,
-                    replicas=replicas,
-                    load=0.9,
-                    per_second=count / spent,
-                    met=float((run.verdict == MET).mean()),
-                    running=0.0,
-                    note="live core",
-                )
+            yield Speed(
+                policy=kind,
+                replicas=replicas,
+                load=0.9,
+                per_second=count / spent,
+                met=float((run.verdict == MET).mean()),
+                running=float("nan"),
+                note="live core",
             )
-    return rows
 
 
 def environment(fleets: int, steps: int = 200) -> dict[str, float]:
@@ -220,8 +211,8 @@ def environment(fleets: int, steps: int = 200) -> dict[str, float]:
     return {"fleets": fleets, "decisions_per_second": decisions / spent}
 
 
-def shown(rows: list[Speed]) -> None:
-    """A table on the terminal."""
+def shown(rows: Iterable[Speed]) -> Iterator[Speed]:
+    """The rows, each printed as it comes."""
     print(
         f"{'policy':<22}{'replicas':>9}{'load':>6}{'met':>7}{'a replica':>11}{'requests/CPU-s':>16}"
     )
@@ -231,6 +222,7 @@ def shown(rows: list[Speed]) -> None:
             f"{r.per_second:>16,.0f}  {r.note}",
             flush=True,
         )
+        yield r
 
 
 def main() -> None:
@@ -252,25 +244,27 @@ def main() -> None:
             case "memory":
                 found[part] = memory(loop, 50 * args.count)
                 print(found[part])
-                continue
             case "environment":
                 found[part] = environment(args.fleets)
                 print(found[part])
-                continue
-            case "table":
-                rows = table(loop, args.count, kinds)
-            case "scaling":
-                rows = scaling(loop, args.count, kinds)
-            case "load":
-                rows = by_load(loop, args.count, kinds)
-            case "queue":
-                rows = by_queue(loop, args.count, kinds)
             case _:
-                rows = live(loop, max(args.count // 2, 500), kinds)
-        shown(rows)
-        found[part] = [asdict(r) for r in rows]
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+                found[part] = [asdict(row) for row in shown(_rows(part, loop, args.count, kinds))]
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1))
+
+
+def _rows(part: str, loop: CompiledLoop, count: int, kinds: list[str]) -> Iterator[Speed]:
+    match part:
+        case "table":
+            return table(loop, count, kinds)
+        case "scaling":
+            return scaling(loop, count, kinds)
+        case "load":
+            return by_load(loop, count, kinds)
+        case "queue":
+            return by_queue(loop, count, kinds)
+        case _:
+            return live(loop, max(count // 2, 500), kinds)
 
 
 if __name__ == "__main__":
