@@ -4,8 +4,8 @@ A point is one closed-loop run: so many requests in flight, fixed lengths, mean 
 model explains all points at once, so that a configuration without a single point (system, engine,
 model, precision) still gets a profile: every constant of `domain.fleet.Profile` is what physics
 says of it (bytes, FLOPs, layers, experts, layout), times an efficiency. Logs of efficiencies are
-sums of effects (GPU, engine, precision, model, and pairs of them), shrunk to none, for four groups:
-memory, compute, overhead and waiting.
+sums of effects (GPU, engine, precision, model, pairs of them, and time for each engine), shrunk to
+none, for four groups: memory, compute, overhead and waiting.
 
 In the steady state of a closed loop with b requests on a rank, each of `isl` prompt and `osl`
 output tokens,
@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,7 +112,8 @@ def architecture(model: str) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Points:
     """Measured points, (n,) each; `physics` (n, 8) are the constants of `Constants` at efficiency
-    1, `batch` is a rank's, `tokens` those of a decode step over all ranks that share experts.
+    1, `batch` is a rank's, `tokens` those of a decode step over all ranks that share experts,
+    `when` half years from the beginning of 2026 to the measurement, NaN where nobody wrote it down.
     """
 
     configuration: Sequence[tuple[str, str, str, str]]
@@ -126,6 +128,7 @@ class Points:
     batch: Floats
     tokens: Floats
     slots: Floats
+    when: Floats
 
     def __len__(self) -> int:
         return len(self.isl)
@@ -146,21 +149,28 @@ def read_points(path: Path) -> Points:
     if missing:
         raise ConfigError(f"{path}: a table of points has a column {missing[0]!r}")
     columns_of = [np.asarray(table[n]).tolist() for n in wanted]
-    rows = sorted(
-        {
-            tuple(None if isinstance(x, float) and math.isnan(x) else x for x in row)
-            for row in zip(*columns_of, strict=True)
-            if row[4] == "agg"
-        },
-        key=str,
-    )
-    rows = [r for r in rows if r[7]]
-    if not rows:
+    dates = np.asarray(table["measured_on"]).tolist() if "measured_on" in table else None
+    known: dict[tuple[Any, ...], float] = {}
+    for i, values in enumerate(zip(*columns_of, strict=True)):
+        row = tuple(None if isinstance(x, float) and math.isnan(x) else x for x in values)
+        if row[4] == "agg" and row[7]:
+            when = math.nan if dates is None else half_years(dates[i])
+            known[row] = float(np.fmin(known.get(row, math.nan), when))
+    if not known:
         raise ConfigError(f"{path}: no aggregated point with a concurrency")
-    return _points(rows)
+    rows = sorted(known, key=str)
+    return _points(rows, [known[row] for row in rows])
 
 
-def _points(rows: list[tuple[Any, ...]]) -> Points:
+def half_years(day: Any) -> float:
+    """Half years from the beginning of 2026 to an ISO date; NaN for none."""
+    try:
+        return (date.fromisoformat(str(day)[:10]) - date(2026, 1, 1)).days / 182.6
+    except ValueError:
+        return math.nan
+
+
+def _points(rows: list[tuple[Any, ...]], when: list[float]) -> Points:
     configuration, gpus, ranks, physics, slots = [], [], [], [], []
     for row in rows:
         system, backend, model, precision = (row[0], row[1], row[2], row[3] or "bf16")
@@ -188,6 +198,7 @@ def _points(rows: list[tuple[Any, ...]]) -> Points:
         batch=fits,
         tokens=fits * np.array(ranks),
         slots=np.array(slots),
+        when=np.array(when),
     )
 
 
@@ -285,6 +296,11 @@ def effects(configuration: Sequence[tuple[str, str, str, str]]) -> list[list[str
     return out
 
 
+def trend(configuration: tuple[str, str, str, str]) -> str:
+    """The effect that grows with time: an engine's versions change."""
+    return f"trend of {configuration[1]}"
+
+
 class SteadyState(NamedTuple):
     """Logs of TPOT and TTFT (n, 2), and their derivatives by the parameters (n, 2, p)."""
 
@@ -300,6 +316,7 @@ class ClosedLoop:
     def fit(self, points: Points, *, rounds: int = 20) -> ClosedLoop:
         """Maximum a posteriori over all effects by damped Gauss-Newton steps on robust weights."""
         names = sorted({n for some in effects(points.configuration) for n in some})
+        names += sorted({trend(c) for c in points.configuration})
         self.names_ = {n: i for i, n in enumerate(names)}
         centre = np.concatenate([_CENTRE, np.zeros(GROUPS * len(names))])
         each = [PAIR if n.startswith("pair") else MAIN for n in names]
@@ -346,6 +363,10 @@ class ClosedLoop:
             for name in some:
                 if name in self.names_:
                     member[i, self.names_[name]] = 1.0
+        for i, configuration in enumerate(points.configuration):
+            name = trend(configuration)
+            if name in self.names_ and math.isfinite(points.when[i]):
+                member[i, self.names_[name]] = points.when[i]
         return member
 
     def _grouped(self, theta: Floats, member: Floats) -> Floats:

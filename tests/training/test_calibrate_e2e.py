@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from training.calibrate_e2e import (
     ClosedLoop,
     by_physics,
     folds_of,
+    half_years,
     layout,
     left_out_predictions,
     profile_of,
@@ -120,6 +123,28 @@ def test_a_configuration_nobody_measured_is_predicted(world):
         error, before = (np.median(np.abs(x / measured - 1)) for x in (got, without))
         assert error < 0.25
         assert error < before / 2
+
+
+def test_an_engine_that_became_faster_is_known_by_the_date(world):
+    """A configuration nobody measured, of which only the day is known."""
+    names = sorted(set(world.configuration))
+    day = np.random.default_rng(4).uniform(-0.5, 0.6, len(names))
+    when = day[[names.index(c) for c in world.configuration]]
+    faster = np.exp(-0.8 * when)
+    dated = replace(world, when=when, tpot=world.tpot * faster, ttft=world.ttft * faster)
+    blind = replace(dated, when=np.full(len(world), np.nan))
+    error = [
+        np.median(np.abs(left_out_predictions(points, folds=6)[0] / dated.tpot - 1))
+        for points in (dated, blind)
+    ]
+    assert error[0] < 0.8 * error[1]
+
+
+def test_days_count_in_half_years():
+    assert half_years("2026-01-01") == 0.0
+    assert half_years("2026-07-02T08:00:00") == pytest.approx(1.0, abs=0.01)
+    assert np.isnan(half_years(None))
+    assert np.isnan(half_years(float("nan")))
 
 
 def test_left_out_means_the_whole_configuration(world):
