@@ -640,7 +640,8 @@ class Attempt:
         if not isinstance(error, BackendTimeout | BackendProtocolError):
             kind = StreamInterrupted if self._writing else BackendUnavailable
             error = kind(error.message, log=error.detail)
-        self._relay.failed(self, error)
+        told = self._writing and self._stream is not None and self._stream.error is not None
+        self._relay.failed(self, error, told=told)
 
     def on_stall(self) -> None:
         """The client does not read."""

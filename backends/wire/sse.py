@@ -29,6 +29,8 @@ QUOTE = ord(b'"')
 _BLANK_LINE = re.compile(rb"\n\r?\n|\r\r")
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _FINISH = re.compile(rb'"finish_reason"\s*:\s*"')
+_REASON = b'"finish_reason"'
+_UNFINISHED = (b'"finish_reason":null', b'"finish_reason": null')
 _DATA = re.compile(rb"(?:^|[\r\n])data:[ ]?([^\r\n]*)")
 
 
@@ -91,6 +93,7 @@ class StreamMeter:
         "_needle",
         "_single",
         "_tail",
+        "_unfinished",
         "_usage_event",
         "done",
         "error",
@@ -107,6 +110,7 @@ class StreamMeter:
         self._single = choices == 1
         self._needle: bytes | None = None
         self._empty = b""
+        self._unfinished = b""  # how its events say that there is more; empty: not at all
         self._tail = bytearray()
         self._finished: set[int] = set()
         self._held_usage = b""
@@ -129,7 +133,7 @@ class StreamMeter:
         needle = self._needle
         if needle is not None and not self._tail and data.endswith(b"\n\n"):
             found = data.count(needle) - data.count(self._empty)
-            if found == data.count(b"\n\n") and b'"usage"' not in data:
+            if found == data.count(b"\n\n") and self._plain(data, found):
                 self.events += found
                 self.last_at = now
                 return data
@@ -141,7 +145,9 @@ class StreamMeter:
         end of its chunk) must be no part of an event.
         """
         needle = self._needle
-        if needle is None or self._tail or data.find(b"\n", start) != end or b'"usage"' in data:
+        if needle is None or self._tail or data.find(b"\n", start) != end:
+            return False
+        if not self._plain(data, 1):
             return False
         at = data.find(needle)
         if at < 0 or data[at + len(needle)] == QUOTE:
@@ -149,6 +155,13 @@ class StreamMeter:
         self.events += 1
         self.last_at = now
         return True
+
+    def _plain(self, data: bytes, count: int) -> bool:
+        """Whether so many events of text say nothing else: no usage, no reason to finish."""
+        if b'"usage"' in data:
+            return False
+        more, reasons = self._unfinished, data.count(_REASON)
+        return reasons == data.count(more) == count if more else not reasons
 
     def finish(self, now: float) -> bytes:
         """The answer ended cleanly; return what was held back."""
@@ -198,11 +211,10 @@ class StreamMeter:
                 return b""
         if _FINISH.search(event) is not None and self._repeats_finish(event, text is not None):
             return b""
-        if text is None:
-            if b'"error"' in event:
-                self._note_error(event)
-            elif b"response." in event:
-                self._note_end(event)
+        if text is None and b'"error"' in event:
+            self._note_error(event)
+        if b"response." in event:
+            self._note_end(event)
         return event
 
     def _count(self, event: bytes, now: float) -> None:
@@ -214,6 +226,7 @@ class StreamMeter:
             for needle in self._content.needles:
                 if event.count(needle) - event.count(needle + b'"') == 1:
                     self._needle, self._empty = needle, needle + b'"'
+                    self._unfinished = next((u for u in _UNFINISHED if u in event), b"")
                     return
 
     def _is_usage_only(self, event: bytes) -> bool:

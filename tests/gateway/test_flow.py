@@ -9,6 +9,7 @@ from backends.upstream import Timeouts, UpstreamPool, _Connection
 from backends.wire.http import CHUNK_HEADS, ResponseReader
 from backends.wire.openai import RequestParser
 from domain.errors import BackendTimeout
+from domain.outcome import Cause
 from gateway.relay import Plane
 from gateway.server import ClientConnection, GatewayServer
 from tests.fakes.dispatcher import LeastRequests
@@ -146,9 +147,10 @@ ODD = [
     chunk(word('"content":"" \\n\\n \r\n 5\r\nab')),
     chunk(event(choices=[{"delta": {"reasoning_content": "hm"}}])),
 ]
+LAST_WORD = chunk(word("the end", "stop"))
 
 
-@pytest.mark.parametrize("odd", ODD, ids=range(len(ODD)))
+@pytest.mark.parametrize("odd", [*ODD, LAST_WORD], ids=range(len(ODD) + 1))
 def test_no_cut_changes_what_the_client_reads(odd):
     """Cut at every frame, and once more at every few bytes and around every frame."""
     tokens = b"".join(map(chunk, WORDS[:2]))
@@ -176,6 +178,20 @@ def test_random_streams_in_random_pieces():
             wire += frame
         cuts += [chance.randrange(len(wire)) for _ in range(chance.randrange(3))]
         assert through(wire, cuts) == through(wire, [])
+
+
+@pytest.mark.parametrize("more", [b"", chunk(STOP), chunk(DONE), chunk(STOP) + chunk(DONE)])
+def test_a_last_word_that_says_why_it_ends_is_the_end(more):
+    """Whole without `[DONE]`, and the reason is told once."""
+    frames = [*map(chunk, WORDS), LAST_WORD]
+    for blocks in (frames, [b"".join(frames[:3]), b"".join(frames[3:])]):
+        line = Line()
+        line.receive(SSE_HEAD + chunk(ROLE), *blocks, *([more] if more else []), LAST_CHUNK)
+        (call,) = [call for call in line.dispatcher.calls if call[0] == "ended"]
+        assert call[2].cause is Cause.FINISHED
+        assert line.body.count(b'"stop"') == 1
+        assert line.body.endswith(DONE)
+        assert line.usage.completion == len(WORDS) + 1
 
 
 def test_a_chunk_whose_size_lies_is_no_short_way():

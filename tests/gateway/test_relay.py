@@ -294,6 +294,17 @@ def test_a_broken_stream_ends_with_an_error_event(error, cause):
     assert scene.report.usage == Usage(completion=1, source=UsageSource.COUNTED)
 
 
+def test_a_stream_that_breaks_after_the_engine_s_own_error_tells_one_error():
+    scene = Scene(stream=True)
+    exchange = scene.start()
+    said = b'data: {"error": {"message": "out of memory"}}\n\n'
+    exchange.stream(ROLE, word("a"), said)
+    exchange.error(StreamInterrupted("gone"))
+    assert scene.reply.body == ROLE + word("a") + said
+    assert scene.reply.ended == "closed"
+    assert scene.report.cause is Cause.INTERRUPTED
+
+
 def test_a_long_answer_that_breaks_is_cut():
     scene = Scene(surface=EMBEDDINGS)
     exchange = scene.start()

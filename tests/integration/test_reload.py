@@ -134,7 +134,7 @@ def test_another_policy_decides_at_once_and_the_log_replays(tmp_path):
                     assert await answered_by(api) == "b"
                 await settled(gateway)
                 policies = [r["policy"] for r in gateway.log.recent()]
-                assert policies == ["best_fit", *["round_robin"] * 4, "best_fit"]
+                assert policies == ["marginal", *["round_robin"] * 4, "marginal"]
 
     asyncio.run(run())
     assert replay(read(events), core_of(read_header(events)).handle).differs_at is None

@@ -247,7 +247,9 @@ def test_responses_count_deltas_and_end_without_done():
         named(
             "response.completed",
             response={
+                "error": None,
                 "output": [{"content": [{"text": "ab"}]}],
+                "tools": [{"parameters": {"properties": {"error": {"type": "object"}}}}],
                 "usage": {"input_tokens": 3, "output_tokens": 2},
             },
         ),
