@@ -427,7 +427,8 @@ class Relay:
         if not self._started:
             headers = b"".join(header_line(name, value) for name, value in reply.headers)
             self._begin(reply.status, headers + self.error_headers, len(reply.body))
-            self._reply.write(reply.body)
+            if reply.body:
+                self._reply.write(reply.body)
             self._reply.end()
         elif self._facts is not None and self._facts.stream:
             self._reply.write(b"data: %b\n\n" % reply.body.replace(b"\n", b" "))
