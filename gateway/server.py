@@ -185,7 +185,7 @@ class ClientConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._state = _State.IDLE
         self._deadline = server.plane.clock() + server.limits.head_seconds
-        self._head_bytes = 0
+        self._head_bytes = 0  # of the head, or since the last of the body: chunk lines, trailers
         self._target = b""
         self._headers: Headers = []
         self._body: list[bytes] = []
@@ -213,8 +213,7 @@ class ClientConnection(asyncio.Protocol):
         """Bytes of requests."""
         if self._refused:
             return
-        if self._state is not _State.BODY:
-            self._head_bytes += len(data)
+        self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -227,7 +226,7 @@ class ClientConnection(asyncio.Protocol):
             return
         if (
             not self._refused  # by its declared length, with much of the body in this same read
-            and self._state is _State.HEAD
+            and self._state is not _State.IDLE
             and self._head_bytes > self.server.limits.max_head_bytes
         ):
             self._refuse_head()
@@ -312,6 +311,7 @@ class ClientConnection(asyncio.Protocol):
         """A piece of the body."""
         if self._refused or self._state is not _State.BODY:
             return
+        self._head_bytes = 0
         self._body_bytes += len(body)
         if self._body_bytes > self.server.limits.max_body_bytes:
             self._refuse_body()
@@ -323,6 +323,7 @@ class ClientConnection(asyncio.Protocol):
         if self._refused or self._state is not _State.BODY:
             return
         self._state = _State.IDLE
+        self._head_bytes = 0
         body = self._body
         inbound = _Inbound(
             self._parser.get_method(),

@@ -58,6 +58,7 @@ class ResponseReader:
     """
 
     __slots__ = (
+        "_bodiless",
         "_body",
         "_feed",
         "_head_bytes",
@@ -86,6 +87,7 @@ class ResponseReader:
     def reset(self) -> None:
         """Be ready for the response to the next request."""
         self._head_bytes = 0
+        self._bodiless = 0  # bytes since the last of the body: chunk lines, trailers
         self._headers: Headers = []
         self._informational = 0
         self._until_close = False
@@ -97,11 +99,13 @@ class ResponseReader:
     def feed(self, data: bytes) -> bytes:
         """Take bytes of the connection; return the body bytes among them, chunk framing removed.
 
-        Raises: BackendProtocolError for what is not HTTP/1.1, or a head above the limit.
+        Raises: BackendProtocolError for what is not HTTP/1.1, a head or trailers above the limit.
         """
         self._body = b""
         if self.head is None:
             self._head_bytes += len(data)
+        else:
+            self._bodiless += len(data)
         try:
             self._feed(data)
         except httptools.HttpParserUpgrade as exc:
@@ -112,6 +116,10 @@ class ResponseReader:
             self._junk = True  # the answer is whole; what follows it is not HTTP
         if self._head_bytes > self._max_head and self._head_too_long():
             raise BackendProtocolError(f"response head exceeds {self._max_head} bytes")
+        if self._body:
+            self._bodiless = 0
+        elif self._bodiless > self._max_head and not self.complete:
+            raise BackendProtocolError(f"response trailers exceed {self._max_head} bytes")
         if self._more is not None:
             self._body = b"".join(self._more)
             self._more = None

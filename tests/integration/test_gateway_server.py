@@ -238,6 +238,44 @@ def test_a_head_above_the_limit_is_refused(run, together):
     run(main())
 
 
+def test_trailers_above_the_limit_of_a_head_are_refused(run):
+    async def main():
+        limits = ServerLimits(max_head_bytes=2000)
+        async with serving(always(answer()), limits=limits) as (_, _, connect):
+            client = await connect()
+            await client.send(
+                b"POST /other HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+                + chunk(b"body")
+                + b"0\r\nx: "
+            )
+            with contextlib.suppress(ConnectionError):
+                for _ in range(200):  # more than one read holds
+                    await client.send(b"a" * 10_000)
+                await client.send(b"\r\n\r\n")
+            assert (await client.reply())[0] == 431
+            assert await client.closed()
+
+    run(main())
+
+
+def test_small_chunks_and_short_trailers_pass_whatever_they_add_up_to(run):
+    async def main():
+        limits = ServerLimits(max_head_bytes=200)
+        async with serving(always(answer()), limits=limits) as (_, _, connect):
+            client = await connect()
+            for _ in range(2):
+                await client.send(
+                    b"POST /other HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+                )
+                for piece in range(400):
+                    await client.send(b"1\r\n" if piece % 2 == 0 else b"a\r\n")
+                await client.send(b"0\r\nx: y\r\n\r\n")
+                status, _, body = await client.reply()
+                assert (status, body.count(b"a")) == (200, 200)
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     "wire",
     [

@@ -129,6 +129,21 @@ def test_a_head_above_the_limit_is_refused_before_it_ends(piece):
         all(reader.feed(piece) is not None for piece in pieces)
 
 
+def test_trailers_above_the_limit_of_a_head_are_refused_before_they_end():
+    reader = ResponseReader(2048)
+    reader.feed(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\nx: ")
+    with pytest.raises(BackendProtocolError, match="trailers exceed 2048 bytes"):
+        all(reader.feed(b"a" * 100) == b"" for _ in range(30))
+
+
+def test_many_small_chunks_do_not_count_as_trailers():
+    reader = ResponseReader(64)
+    reader.feed(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+    body = b"".join(reader.feed(piece) for _ in range(100) for piece in (b"1\r\n", b"a", b"\r\n"))
+    reader.feed(b"0\r\n\r\n")
+    assert (body, reader.complete) == (b"a" * 100, True)
+
+
 def test_a_long_body_in_the_same_read_does_not_count_as_head():
     wire = b"HTTP/1.1 200 OK\r\ncontent-length: 9000\r\n\r\n" + b"a" * 9000
     reader, body = read(wire, max_head=256)
