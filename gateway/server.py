@@ -13,7 +13,9 @@ A connection:
     any refusal here --> LINGERING (what still comes is dropped, so that it is read) --> closed
 
 Limits hold before anything is buffered. Requests sent ahead (pipelining) wait their turn in a short
-queue. The clocks of all connections are looked at by one sweep a second, not by a timer each.
+queue, and so do all while the client leaves earlier replies unread. The clocks of all connections
+are looked at by one sweep a second, not by a timer each; none runs out while a client still takes
+what was written to it.
 """
 
 from __future__ import annotations
@@ -194,6 +196,8 @@ class ClientConnection(asyncio.Protocol):
         self._queue: deque[_Inbound] = deque()
         self._queued_bytes = 0
         self._reading = True
+        self._paused = False  # what was written lies unread above the high water
+        self._unsent = 0  # bytes of it at the last sweep
         self._refused = False
         self._peer: tuple[str, int] | None = None
         self.send: Callable[[bytes], None]
@@ -252,14 +256,21 @@ class ClientConnection(asyncio.Protocol):
         self.server.left()
 
     def pause_writing(self) -> None:
-        """The client reads slower than we write."""
-        if self._reply is not None and self._reply.listener is not None:
+        """The client reads slower than we write: the reply waits, and so does the next request."""
+        self._paused = True
+        self._took()
+        if self._reply is None:
+            self._hold()
+        elif self._reply.listener is not None:
             self._reply.listener.pause()
 
     def resume_writing(self) -> None:
         """The client has caught up."""
+        self._paused = False
         if self._reply is not None and self._reply.listener is not None:
             self._reply.listener.resume()
+        self._read_on()
+        self._next()
 
     # the parser, in the order in which it calls
 
@@ -304,7 +315,7 @@ class ClientConnection(asyncio.Protocol):
         self._state = _State.BODY
         self._head_bytes = 0
         self._deadline = self.server.plane.clock() + limits.body_seconds
-        if expects and self._reply is None:
+        if expects and self._reply is None and not self._queue:
             self.send(CONTINUE)
 
     def on_body(self, body: bytes) -> None:
@@ -335,7 +346,7 @@ class ClientConnection(asyncio.Protocol):
             self.server.plane.clock(),
         )
         self._body = []
-        if self._reply is None and not self._queue:
+        if self._reply is None and not self._queue and not self._paused:
             self._serve(inbound)
             return
         self._queue.append(inbound)
@@ -345,12 +356,9 @@ class ClientConnection(asyncio.Protocol):
             self.cut()
         elif (
             # A paused socket does not tell that its client left: the first few wait unpaused.
-            (len(self._queue) > limits.max_pipelined // 2 or self._queued_bytes > MAX_QUEUED)
-            and self._reading
-            and self._transport is not None
+            len(self._queue) > limits.max_pipelined // 2 or self._queued_bytes > MAX_QUEUED
         ):
-            self._reading = False
-            self._transport.pause_reading()
+            self._hold()
 
     # serving
 
@@ -391,24 +399,36 @@ class ClientConnection(asyncio.Protocol):
     def reply_over(self, *, close: bool) -> None:
         """The reply was written: serve what waits, or be idle, or close."""
         self._reply = None
-        self._deadline = self.server.plane.clock() + self.server.limits.idle_seconds
+        self._took()
         if close or self.server.draining:
             self._refused = True
             self._queue.clear()
             if self._transport is not None:
                 self._transport.close()  # sends what is buffered first
             return
-        if self._queue:
+        if self._paused:
+            self._hold()
+        elif self._queue:
             # not from here: a reply may end inside `open`, and the queue may be long
             self.server.loop.call_soon(self._next)
 
     def _next(self) -> None:
-        if self._reply is not None or not self._queue or self._transport is None:
+        if self._reply is not None or self._paused or not self._queue or self._transport is None:
             return
         inbound = self._queue.popleft()
         self._queued_bytes -= len(inbound.body)
         self._serve(inbound)
-        if not self._queue and not self._reading:
+        self._read_on()
+
+    def _hold(self) -> None:
+        """Read no further requests for now; the rest of a refused one is read and dropped."""
+        if self._reading and not self._refused and self._transport is not None:
+            self._reading = False
+            self._transport.pause_reading()
+
+    def _read_on(self) -> None:
+        held = self._queue or (self._paused and self._reply is None)
+        if not self._reading and not held and self._transport is not None:
             self._reading = True
             self._transport.resume_reading()
 
@@ -429,10 +449,11 @@ class ClientConnection(asyncio.Protocol):
         """Answer a request that will not be read to its end, and close."""
         self._refused = True
         self._deadline = self.server.plane.clock() + LINGER_SECONDS
+        waiting = self._reply is not None or bool(self._queue)
         self._queue.clear()
         self._body = []
-        if self._reply is not None or self._transport is None:
-            self.cut()  # an earlier answer is on its way; a refusal would stand inside it
+        if waiting or self._transport is None:
+            self.cut()  # an earlier answer is due; a refusal would stand inside it or in its place
             return
         response = error_map.reply(error)
         reply = WireReply(self, keep_alive=False, http10=False, bare=False)
@@ -444,17 +465,30 @@ class ClientConnection(asyncio.Protocol):
 
     # the sweep
 
+    def _took(self) -> None:
+        """From here the client has its time to take what was written."""
+        self._deadline = self.server.plane.clock() + self.server.limits.idle_seconds
+        if self._transport is not None:
+            self._unsent = self._transport.get_write_buffer_size()
+
     def look(self, now: float) -> None:
         """Act on a clock that ran out; called once per sweep."""
         reply = self._reply
         if reply is not None:
             if isinstance(reply.listener, Relay):
-                reply.listener.keep_alive(now)
-            if self._state is _State.IDLE:
+                reply.listener.keep_alive(now)  # and it drops a client that takes nothing
                 return
-        if now < self._deadline or self._queue:
+            if not self._paused:
+                return  # what came early of the next request has its time when this one is over
+        if self._transport is None:
             return
-        if not self._refused and self._state is not _State.IDLE:
+        unsent, before = self._transport.get_write_buffer_size(), self._unsent
+        self._unsent = unsent
+        if unsent < before:  # the client takes what was written
+            self._deadline = now + self.server.limits.idle_seconds
+        if now < self._deadline:
+            return
+        if not self._refused and not unsent and self._state is not _State.IDLE:
             self._refuse(408, MalformedBody("the request did not come in time"))
         else:
             self.cut()
@@ -462,7 +496,9 @@ class ClientConnection(asyncio.Protocol):
     def drain(self) -> None:
         """Close if nothing is being served."""
         if self._reply is None and self._state is _State.IDLE and not self._queue:
-            self.cut()
+            self._refused = True
+            if self._transport is not None:
+                self._transport.close()  # sends what is buffered first
 
 
 class GatewayServer:

@@ -477,6 +477,120 @@ def test_a_client_that_never_reads_is_dropped_after_the_limit_between_tokens(run
     run(main())
 
 
+PAGE = 16 << 20  # more than the kernel takes for two sockets
+
+
+def page_app(served, *, pieces=1):
+    """An ASGI app that answers everything with `PAGE` bytes and counts its calls."""
+
+    async def app(scope, receive, send):
+        served.append(scope["path"])
+        await send({"type": "http.response.start", "status": 200, "headers": LENGTH})
+        for left in reversed(range(pieces)):
+            body = b"x" * (PAGE // pieces)
+            await send({"type": "http.response.body", "body": body, "more_body": left > 0})
+
+    return app
+
+
+LENGTH = [(b"content-length", b"%d" % PAGE)]
+
+
+async def gone(gateway):
+    """Wait until the server holds no connection."""
+    async with asyncio.timeout(10):
+        while gateway.server.connections:  # noqa: ASYNC110 - looks from outside
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("pieces", [1, 64])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_client_that_leaves_replies_unread_is_served_no_further_and_cut(
+    run, pieces, together, monkeypatch
+):
+    monkeypatch.setattr(server_module, "SWEEP_SECONDS", 0.02)
+
+    async def main():
+        served = []
+        limits = ServerLimits(idle_seconds=0.3)
+        app = page_app(served, pieces=pieces)
+        async with serving(always(answer()), limits=limits, app=app) as (gateway, _, connect):
+            client = await connect()
+            wire = b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n"
+            await client.send(wire * 4 if together else wire)
+            await client.head()
+            with contextlib.suppress(ConnectionError):
+                for _ in range(3):
+                    if not together:
+                        await client.send(wire)
+            await gone(gateway)
+            assert served == ["/x"]
+
+    run(main())
+
+
+def test_a_client_that_catches_up_is_served_what_it_sent_ahead(run):
+    async def main():
+        served = []
+        async with serving(always(answer()), app=page_app(served)) as (_, _, connect):
+            client = await connect()
+            wire = b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n"
+            await client.send(wire * 3)
+            await client.head()
+            await client.send(wire[:7])
+            assert len(await client.reader.readexactly(PAGE)) == PAGE
+            await client.send(wire[7:])
+            for _ in range(3):
+                assert len((await client.reply())[2]) == PAGE
+            assert len(served) == 4
+            await client.send(post(CHAT))
+            assert (await client.reply())[2] == ANSWER
+
+    run(main())
+
+
+@pytest.mark.parametrize("headers", [b"", b"connection: close\r\n"])
+def test_an_answer_may_take_longer_than_the_idle_limit_to_be_taken(run, headers, monkeypatch):
+    monkeypatch.setattr(server_module, "SWEEP_SECONDS", 0.02)
+
+    async def main():
+        limits = ServerLimits(idle_seconds=0.25)
+        async with serving(always(answer()), limits=limits, app=page_app([])) as (_, _, connect):
+            client = await connect()
+            await client.send(b"GET /x HTTP/1.1\r\nhost: x\r\n%b\r\n" % headers)
+            await client.head()
+            for _ in range(64):
+                await client.reader.readexactly(PAGE // 64)
+                await asyncio.sleep(0.015)  # the pace of a slow link
+            assert await client.closed()
+
+    run(main())
+
+
+def test_the_beginning_of_the_next_request_does_not_end_a_running_reply(run, monkeypatch):
+    monkeypatch.setattr(server_module, "SWEEP_SECONDS", 0.02)
+
+    async def main():
+        gate = asyncio.Event()
+
+        async def script(engine, connection):
+            await engine.take(connection)
+            await connection.send(SSE_HEAD + chunk(ROLE))
+            await gate.wait()
+            await connection.send(chunk(word("one")) + chunk(STOP) + chunk(DONE) + LAST_CHUNK)
+
+        limits = ServerLimits(head_seconds=0.1, idle_seconds=0.1)
+        async with serving(script, limits=limits) as (_, _, connect):
+            client = await connect()
+            await client.send(post({**CHAT, "stream": True}) + b"POST /v1/ch")
+            asyncio.get_running_loop().call_later(0.4, gate.set)  # four limits long
+            assert (await client.reply())[2].endswith(DONE)
+            assert (await client.reply())[0] == 408
+            assert await client.closed()
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     ("version", "headers", "keeps"),
     [
