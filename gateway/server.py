@@ -219,11 +219,7 @@ class ClientConnection(asyncio.Protocol):
             return
         self._head_bytes += len(data)
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            if self._reply is None:
-                self._refuse(501, MalformedBody("this server does not switch protocols"))
-            return
+            self._feed(data)
         except httptools.HttpParserError as exc:
             if not self._refused:
                 self._refuse(400, MalformedBody(f"not an HTTP/1.1 request: {exc}"))
@@ -234,6 +230,31 @@ class ClientConnection(asyncio.Protocol):
             and self._head_bytes > self.server.limits.max_head_bytes
         ):
             self._refuse_head()
+
+    def _feed(self, data: bytes) -> None:
+        """Give `data` to the parser; where that would switch protocols, read HTTP/1.1 on.
+
+        A server may ignore `Upgrade` (RFC 9110, 7.8). The parser cannot: it ends the message with
+        the head. So the head is read once more without that line, by a parser for what follows.
+        """
+        rest = memoryview(data)
+        while True:
+            try:
+                self._parser.feed_data(rest)
+            except httptools.HttpParserUpgrade as exc:
+                if self._refused:
+                    return
+                method, version = self._parser.get_method(), self._parser.get_http_version()
+                if method == b"CONNECT":
+                    self._refuse(501, MalformedBody("this server is no proxy: no CONNECT"))
+                    return
+                lines = [b"%b %b HTTP/%b\r\n" % (method, self._target, version.encode())]
+                lines += [b"%b: %b\r\n" % h for h in self._headers if h[0] != b"upgrade"]
+                self._parser = httptools.HttpRequestParser(self)
+                self._parser.feed_data(b"".join(lines) + b"\r\n")
+                rest = rest[exc.args[0] :]
+            else:
+                return
 
     def eof_received(self) -> bool:
         """The client closed its side: it counts as gone."""
@@ -296,7 +317,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """The head is whole: refuse what is too long before it comes."""
-        if self._refused or self._state is not _State.HEAD:
+        if self._refused or self._state is not _State.HEAD or self._parser.should_upgrade():
             return
         limits = self.server.limits
         if self._head_bytes > limits.max_head_bytes and limits.max_head_bytes < len(

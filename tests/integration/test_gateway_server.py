@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
+from socket import IPPROTO_TCP, TCP_NODELAY
 
 import pytest
 import uvloop
@@ -613,6 +615,69 @@ def test_connections_are_kept_as_the_client_asks(run, version, headers, keeps):
                 assert (await client.reply())[2] == ANSWER
             else:
                 assert reply_headers[b"connection"] == b"close"
+                assert await client.closed()
+
+    run(main())
+
+
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQ\r\n"
+
+
+@pytest.mark.parametrize("where", ["together", "head first", "in the head", "bytewise"])
+def test_an_offer_to_upgrade_is_ignored_and_its_request_served_once(run, where):
+    async def main():
+        async with serving(always(answer()), app=None) as (gateway, engines, connect):
+            client = await connect()
+            client.writer.get_extra_info("socket").setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
+            wire = post(CHAT, headers=H2C)
+            cuts = {
+                "together": [],
+                "head first": [wire.index(b"\r\n\r\n") + 4],
+                "in the head": [wire.index(b"Upgrade: h2c") + 4],
+                "bytewise": range(1, len(wire)),
+            }[where]
+            for at, end in itertools.pairwise([0, *cuts, len(wire)]):
+                await client.send(wire[at:end])
+                await asyncio.sleep(0)
+            assert (await client.reply())[2] == ANSWER
+            await client.send(post(CHAT) + post(CHAT, headers=H2C) * 2 + post(CHAT))
+            for _ in range(4):
+                assert (await client.reply())[2] == ANSWER
+            assert {body for _, body in engines[0].requests} == {json.dumps(CHAT).encode()}
+            assert gateway.names().count("open") == 5
+
+    run(main())
+
+
+def test_an_offer_to_upgrade_with_a_chunked_body_and_expect_is_served(run):
+    async def main():
+        async with serving(always(answer())) as (_, _, connect):
+            client = await connect()
+            await client.send(
+                b"POST /other HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
+                b"expect: 100-continue\r\n" + H2C + b"\r\n"
+            )
+            assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            await client.send(chunk(b"body") + LAST_CHUNK)
+            assert (await client.reply())[2].endswith(b"body")
+            await client.send(b"GET /x HTTP/1.1\r\nhost: x\r\n" + H2C + b"\r\n")
+            assert (await client.reply())[2] == b"GET /x  "
+
+    run(main())
+
+
+def test_limits_hold_for_a_request_that_offers_to_upgrade(run):
+    async def main():
+        limits = ServerLimits(max_body_bytes=1000, max_head_bytes=2000)
+        async with serving(always(answer()), limits=limits) as (_, _, connect):
+            for wire, status in [
+                (post(b"a" * 1001, headers=H2C), 413),
+                (post(b"a", headers=H2C + b"x: aaaaa\r\n" * 300), 431),
+                (b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\nGET / HTTP/1.1\r\n\r\n", 501),
+            ]:
+                client = await connect()
+                await client.send(wire)
+                assert (await client.reply())[0] == status
                 assert await client.closed()
 
     run(main())
