@@ -183,10 +183,12 @@ class AsgiReply:
         """The body is whole."""
         self._put({"type": "http.response.body", "body": b"", "more_body": False})
         self._over = True
+        self.listener = None
 
     def abort(self) -> None:
         """Leave the body unfinished; the server then closes the connection."""
         self._over = self._cut = True
+        self.listener = None
         self._wake.set()
 
     def _put(self, message: Message) -> None:
@@ -224,8 +226,9 @@ class AsgiReply:
         if not self._over:
             self._over = self._cut = True
             self._wake.set()
-            if self.listener is not None:
-                self.listener.client_gone()
+            listener, self.listener = self.listener, None
+            if listener is not None:
+                listener.client_gone()
 
 
 async def answer(plane: Plane, request: ClientRequest, receive: Receive, send: Send) -> None:
