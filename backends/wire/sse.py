@@ -144,10 +144,10 @@ class StreamMeter:
         line stands at `end`, with text that can go on as it is; counted if so. What follows (the
         end of its chunk) must be no part of an event.
         """
-        needle = self._needle
-        if needle is None or self._tail or data.find(b"\n", start) != end:
+        needle, more = self._needle, self._unfinished
+        if needle is None or self._tail or data.find(b"\n", start) != end or b'"usage"' in data:
             return False
-        if not self._plain(data, 1):
+        if more not in data or (not more and _REASON in data):
             return False
         at = data.find(needle)
         if at < 0 or data[at + len(needle)] == QUOTE:
