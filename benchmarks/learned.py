@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from math import isnan
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.table import reading, told
 from policies import registry
 from policies.config import ActorPolicy
 from training import train_es
@@ -50,7 +49,6 @@ TUNED = {
 """What `benchmarks/table.py` found for the heterogeneous scenario (docs/table.md)."""
 OVER = (1.2, 1.5, 2.0, 3.0)
 """Loads of the starvation scenario."""
-READING = "## What it says"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -233,32 +231,6 @@ def _ratio(ratio: Interval) -> str:
     if isnan(ratio.low):
         return f"{ratio.value:.2f}"
     return f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
-
-
-def reading(path: Path) -> list[str]:
-    """The section that is written by hand, from the document there is."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    if READING not in text:
-        return []
-    body = text[text.index(READING) + len(READING) :]
-    end = body.find("\n## ")
-    return [READING + (body if end < 0 else body[:end]).rstrip(), ""]
-
-
-def told() -> Any:
-    """Prints how far it is, every half minute."""
-    began = last = time.monotonic()
-
-    def advance(done: int, total: int, what: str) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last > 30 or done == total:
-            last = now
-            print(f"{now - began:.0f} s: {done} of {total}, {what}", flush=True)
-
-    return advance
 
 
 if __name__ == "__main__":

@@ -83,6 +83,11 @@ def fleet(m: int = 4) -> FleetSpec:
     )
 
 
+def refusing(seed: int = 0) -> BestFitPolicy:
+    """What is measured here: best-fit with early refusal, which is off unless asked for."""
+    return BestFitPolicy(overload_target=0.05, seed=seed)
+
+
 def core(
     tenants: Sequence[str],
     policy: PolicyConfig | None = None,
@@ -91,7 +96,7 @@ def core(
 ) -> DecisionCore:
     """A fresh core without quotas."""
     return build_core(
-        policy or BestFitPolicy(overload_target=0.05),
+        policy or refusing(),
         fleet=fleet(m),
         estimator=BaselineEstimator(),
         tenants=[Tenant(name=name) for name in tenants],
@@ -394,7 +399,7 @@ def gateways(args: argparse.Namespace) -> dict[str, Any]:
             goodput[n], share[n] = [], []
             for s in range(args.seeds):
                 found = play(
-                    [core(["t"], BestFitPolicy(seed=g, overload_target=0.05)) for g in range(n)],
+                    [core(["t"], refusing(seed=g)) for g in range(n)],
                     calls(s, load * KNEE, args.seconds, gateways=n),
                     metrics_delay=0.5,
                     round_trip=1e-3,

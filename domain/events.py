@@ -205,7 +205,7 @@ class TrialChanged:
 
 @dataclass(frozen=True, slots=True)
 class ScorerLate:
-    """The shell measured a decision beyond its budget; the default policy decides for a while."""
+    """The shell measured a decision beyond its budget; the fallback policy decides for a while."""
 
     at: float
     took: float

@@ -79,7 +79,7 @@ from predictors.features import SCHEMA_HASH
 FRESH = 0.02
 """Seconds for which a look at the streams' progress is good enough for a decision."""
 LATE = 0.05
-"""Seconds that one event may take in the core before the default policy takes over."""
+"""Seconds that one event may take in the core before the fallback takes over."""
 EARLIEST_WAKE = 0.001
 """Seconds between two ticks at least, so that a clock's rounding never makes a busy loop."""
 
@@ -128,7 +128,7 @@ class Core(Protocol):
 
     @property
     def guarded(self) -> GuardTally | None:
-        """Requests that the default policy decided for a learned one."""
+        """Requests that the fallback decided for a learned one."""
 
 
 LearnTokens = Callable[[str, int, float], None]
@@ -890,7 +890,7 @@ class Shell:
             ),
             Gauge(
                 "sluice_guarded_decisions",
-                "Requests the default policy decided for a learned one.",
+                "Requests the fallback policy decided for a learned one.",
                 ("why",),
                 guarded,
             ),

@@ -167,7 +167,7 @@ class DecisionCore:
 
     @property
     def guarded(self) -> GuardTally | None:
-        """Requests that the default policy decided for a learned one; None where none is."""
+        """Requests that the fallback decided for a learned one; None where none is."""
         return None if self._chooser.oversight is None else self._chooser.oversight.guarded
 
     @property

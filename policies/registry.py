@@ -161,7 +161,7 @@ def probe(policy: PolicyConfig) -> None:
     from domain.columns import estimate_columns, fleet_columns, request_columns, route_table, scores
     from domain.fleet import FleetSpec, ReplicaSpec, Variant
     from policies.factory import build_scorer
-    from policies.traits import sound
+    from policies.traits import held, sound
 
     scorer = build_scorer(policy)
     spec = FleetSpec(
@@ -182,8 +182,7 @@ def probe(policy: PolicyConfig) -> None:
         out.hold.fill(-np.inf)
         draws = rng.random((1, 4))
         scorer.kernel(scorer.params, requests, fleet, routes, estimates, mask, draws, 1.0, out)
-        held = -np.inf < out.hold[0] < np.inf and np.isneginf(out.route).all()
-        if not held and not sound(out.route[0], mask[0]):
+        if not held(out.route[0], out.hold[0]) and not sound(out.route[0], mask[0]):
             raise EntryError(f"the {policy.kind} policy gives scores that are no numbers; refused")
 
 

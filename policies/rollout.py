@@ -7,8 +7,8 @@ that has something to oversee: a trial, or an active policy that was learned. A 
 either has none, and pays nothing.
 
     per request   its arm                    -> active or candidate scores it
-                  traits outside the fit     -> the default policy scores it   (shifted)
-                  scores that are no numbers -> the default policy scores it   (fault)
+                  traits outside the fit     -> the fallback (best-fit) scores it   (shifted)
+                  scores that are no numbers -> the fallback (best-fit) scores it   (fault)
     per trial     faults, shifts, lateness, or attainment worse than the others' -> rolled back
 
 All of it follows from events, so a replay rolls back at the same request.
@@ -155,7 +155,7 @@ class Trial:
             self._faults.append(self.tally.decisions)
 
     def late(self, until: float) -> None:
-        """A decision of the candidate was late: the default policy decides for it until then."""
+        """A decision of the candidate was late: the fallback decides for it until then."""
         self.tally.late += 1
         self._lates.append(self.tally.decisions)
         self.late_until = until
@@ -195,11 +195,6 @@ class Trial:
         return RolledBack(self.plan.name, why.value, detail)
 
 
-def _held(scores: Floats, hold: float) -> bool:
-    """Whether a scorer rather lets the request wait: a value to wait for, and no route."""
-    return -inf < hold < inf and bool(np.isneginf(scores).all())
-
-
 class Resolved(Protocol):
     """A policy as the chooser holds it: its kernel compiled for the core's columns."""
 
@@ -231,7 +226,7 @@ class Judgement:
 
 @dataclass(slots=True)
 class GuardTally:
-    """Requests that the default policy decided instead of the learned active one."""
+    """Requests that the fallback decided instead of the learned active one."""
 
     shifted: int = 0
     faults: int = 0
@@ -321,7 +316,7 @@ class Oversight:
         for i, policy in enumerate(policies):
             watched = policy.scorer.envelope is not None or policy is not self._active
             if watched and policy is not self._fallback and room[i].any():
-                faults[i] = not (_held(score[i], hold[i]) or self._sound(score[i], room[i]))
+                faults[i] = not (traits.held(score[i], hold[i]) or self._sound(score[i], room[i]))
         if any(faults):
             for i in np.flatnonzero(faults).tolist():
                 score[i], policies[i] = -np.inf, self._fallback
@@ -445,7 +440,7 @@ class Oversight:
             out,
         )
         row: Floats = out.route[i]
-        if _held(row, out.hold[i]):
+        if traits.held(row, out.hold[i]):
             trial.decided(shifted=False, fault=False)
             return None
         if not self._sound(row, mask[i]):

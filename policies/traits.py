@@ -141,6 +141,11 @@ def outside(
     return False
 
 
+def held(scores: Floats, hold: float) -> bool:
+    """Whether a scorer rather lets a request wait: a value to wait for, and no route (c,)."""
+    return -np.inf < hold < np.inf and bool(np.isneginf(scores).all())
+
+
 @njit(cache=True, error_model="numpy")
 def sound(scores: Floats, room: Bools) -> bool:
     """Whether one request's scores (c,) can be chosen from: numbers wherever there is room, one of

@@ -6,7 +6,7 @@ A conditional logit (McFadden, 1974): P(candidate c is taken) = softmax over the
 w . traits, fitted by Newton steps on the log-likelihood with a small ridge. The last 30 % of it
 judge it: how often its first choice is the one that was taken, beside the best single trait. What
 is written is an entry of the registry with its card and the ranges of the traits seen, outside of
-which the default policy decides. It imitates; it does not improve on what it saw.
+which best-fit decides. It imitates; it does not improve on what it saw.
 """
 
 from __future__ import annotations

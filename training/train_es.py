@@ -529,7 +529,7 @@ def ranges_of(
     arena: Arena, policy: ActorPolicy, worlds: int = 8
 ) -> dict[Trait, tuple[float, float]]:
     """Ranges of the unbounded traits over the first training worlds at the least and the largest
-    load, by the live core: outside of them the default policy decides.
+    load, by the live core: outside of them best-fit decides.
     """
     found = []
     for k in range(min(worlds, arena.job.worlds)):

@@ -147,7 +147,7 @@ class StreamMeter:
         needle, more = self._needle, self._unfinished
         if needle is None or self._tail or data.find(b"\n", start) != end or b'"usage"' in data:
             return False
-        if more not in data or (not more and _REASON in data):
+        if more not in data or (not more and _REASON in data):  # as `_plain`, for one event
             return False
         at = data.find(needle)
         if at < 0 or data[at + len(needle)] == QUOTE:
