@@ -151,10 +151,14 @@ class EstimateColumns(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Written by a scorer: higher is better, -inf outside the mask and where never to go."""
+    """Written by a scorer: higher is better, -inf outside the mask and where never to go.
+
+    A request that is held back has -inf on every route, and in `hold` when it is to be looked at
+    again whatever happens until then, in s; -inf where none is.
+    """
 
     route: Floats  # (n, c)
-    hold: Floats  # (n,) left at -inf by hand-made scorers
+    hold: Floats  # (n,)
     shed: Floats  # (n,)
 
 

@@ -126,6 +126,8 @@ class Chooser:
         self._options = options
         self._counter = 0
         self._late_until = -inf
+        self.look_at = inf
+        """When what was last held back is to be looked at again; inf if nothing was."""
         self._blocks: dict[int, _Block] = {}
         self._leading = np.zeros((max(options.candidates, 1), 6))
         columns, routes = state.columns, state.routes
@@ -156,6 +158,7 @@ class Chooser:
         self._draw = compiled(kernels.draw_into, 0, 0, b.draws)
         self._uniform = compiled(kernels.uniform, 0, 0, 0)
         self._best_chance = compiled(kernels.best_chance, mask, row)
+        self._earliest = compiled(kernels.earliest, row)
         self._explored = compiled(kernels.explored, mask, row, 0, *(0.0,) * 4)
         self._leading_into = compiled(
             kernels.leading, b.scores.route, b.room, b.estimates, 0, 0, np.zeros((1, 6))
@@ -217,6 +220,7 @@ class Chooser:
         `may_wait`, only for requests whose wait has begun.
         """
         state, options = self._state, self._options
+        self.look_at = inf
         block = self._filled(entries)
         requests, estimates, room = block.requests, block.estimates, block.room
         fleet, routes = state.columns, state.routes
@@ -252,6 +256,7 @@ class Chooser:
             self._draw(options.seed, self._counter, block.draws)
         score = block.scores.route
         score.fill(-inf)
+        block.scores.hold.fill(-inf)
         shadow = None
         if oversight is None:
             own.kernel(
@@ -274,6 +279,7 @@ class Chooser:
             options = oversight.options(people[i], options)
             explore = options.explore > 0.0
         if i == kernels.NONE:
+            self.look_at = self._earliest(block.scores.hold)
             return None
         wait_until = None
         if waits:

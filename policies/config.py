@@ -116,6 +116,10 @@ class MarginalPolicy(_Marginal):
     """The rule as it is: the default."""
 
     kind: Literal["marginal"] = "marginal"
+    # A request waits while joining costs others more than `hold_above` of its own worth and no
+    # replica idles, at most for `hold_until` of its TTFT limit; 0 holds nobody back.
+    hold_above: float = Field(default=0.4, ge=0.0)
+    hold_until: Share = 0.6
 
 
 class _Learned(_Policy):

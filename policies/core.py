@@ -172,13 +172,15 @@ class DecisionCore:
 
     @property
     def wake_at(self) -> float | None:
-        """When the core wants a `Tick` at the latest: earliest expiry, patience, end of a claim or
-        of a warm wait, or staleness.
+        """When the core wants a `Tick` at the latest: earliest expiry, patience, end of a claim,
+        of a warm wait or of a hold, or staleness.
         """
         if not self.queue:
             return None
         at = min(self.queue.next_expiry, self.queue.next_line_up)
         at = min(at, self.state.next_change(self._now))
+        if self._chooser.look_at > self._now:
+            at = min(at, self._chooser.look_at)
         for entry in self.queue.oldest(1):
             if entry.claim is None and entry.ripe > self._now:
                 at = min(at, entry.ripe)
@@ -362,6 +364,7 @@ class DecisionCore:
         actions: list[Action] = []
         if not self.queue:
             return actions
+        self._chooser.look_at = inf
         for entry in self.queue.expired(now):
             last = entry.arrived + entry.slo_class.max_wait
             self.queue.remove(entry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from pydantic import TypeAdapter
@@ -94,7 +95,8 @@ def build_scorer(config: PolicyConfig | PlainBase) -> Scorer:
                 size=config.size,
             )
             if config.kind == "marginal":
-                return marginal(rule)
+                until = config.hold_until if config.hold else 0.0
+                return marginal(replace(rule, hold_above=config.hold_above, hold_until=until))
             from policies.scorers.actor import actor
 
             found = config.weights or {}

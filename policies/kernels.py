@@ -465,6 +465,16 @@ def best_pair(scores: Floats, room: Mask, tie: Ints) -> tuple[int, int]:
 
 
 @njit(cache=True, error_model="numpy")
+def earliest(hold: Floats) -> float:
+    """When the first of the requests (n,) that are held back is looked at again; inf if none is."""
+    at = np.inf
+    for i in range(hold.shape[0]):
+        if hold[i] > -np.inf:
+            at = min(at, hold[i])
+    return at
+
+
+@njit(cache=True, error_model="numpy")
 def best_chance(room: Bools, p_slo: Floats) -> float:
     """The largest P(SLO) among one request's routes with room."""
     best = 0.0

@@ -309,10 +309,8 @@ class Oversight:
         for i, policy in enumerate(policies):
             if self._strays(policy, block, fleet, routes, i, now):
                 policies[i], shifted[i] = self._fallback, True
-        hold = block.scores.hold
-        hold.fill(-np.inf)
         self._score(policies, block, fleet, routes, now)
-        score = block.scores.route
+        score, hold = block.scores.route, block.scores.hold
         for i, policy in enumerate(policies):
             watched = policy.scorer.envelope is not None or policy is not self._active
             if watched and policy is not self._fallback and room[i].any():

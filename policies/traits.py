@@ -142,7 +142,7 @@ def outside(
 
 
 def held(scores: Floats, hold: float) -> bool:
-    """Whether a scorer rather lets a request wait: a value to wait for, and no route (c,)."""
+    """Whether a scorer rather lets a request wait: a time to look again, and no route (c,)."""
     return -np.inf < hold < np.inf and bool(np.isneginf(scores).all())
 
 

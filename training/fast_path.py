@@ -84,12 +84,12 @@ from training.scenario import Case
 from training.virtual import PULL, tie
 
 STATE = record(
-    f="now pulled",
+    f="now pulled look_at",
     i="choices slots open admitted heard tells serial touched coming sessions newest_session "
     "oldest_session",
 )
 """Times of the core's last event and of the last pull of token counts, and counters. `heard`
-readings have come to the core, `tells` more are on their way.
+readings have come to the core, `tells` more are on their way. `look_at` as in the live chooser.
 """
 READ = record(f="at", i="serial")
 """When a replica is read next; `serial` orders what is due at the same time."""
@@ -236,7 +236,8 @@ def choose(
     """
     step = n if rules.by_value else 1
     routes = rt.decode.shape[0]
-    looked = False
+    looked, look_at = False, np.inf
+    w.state[0].look_at = np.inf
     for low in range(0, n, step):
         for k in range(low, low + step):
             fill_row(b, rows, q, w, rt, k, b.who[k])
@@ -259,12 +260,14 @@ def choose(
                     lane = 1 + (low + k) * routes + c
                     draws[k, c] = kernels.uniform(rules.seed, w.state[0].choices, lane)
         sc.route[:] = -np.inf
+        sc.hold[:] = -np.inf
         kernel(params, rq, fl, rt, es, room, draws, now, sc)
         if rules.by_value:
             k, c = kernels.best_pair(sc.route, room, rq.tie)
         else:
             k, c = kernels.first_fit(sc.route, room, rq.tie)
         if k == NONE:
+            look_at = min(look_at, kernels.earliest(sc.hold))
             continue
         who = b.who[low + k]
         cls = rows[who].class_id
@@ -285,6 +288,7 @@ def choose(
             coin = kernels.uniform(rules.seed, w.state[0].choices, -3)
             hopeless = coin >= chance / rules.shed_below
         return low + k, c, hopeless, chance
+    w.state[0].look_at = look_at
     return NONE, NONE, False, 0.0
 
 
@@ -418,6 +422,7 @@ def release(
         b.who[0] = fresh
         n = np.int64(1)
     else:
+        w.state[0].look_at = np.inf
         if q.total[0].expiring > 0 and rows[q.by_expiry[0]].expires <= now:
             let_go(rows, q, w, g, b.expired, now)
         first = ripest(rows, q)
@@ -595,10 +600,14 @@ def hear(q: Room, w: World, fl: FleetColumns, ph: sim.Physics, now: float) -> No
 
 @njit(error_model="numpy", inline="always")
 def wake_at(rows: Records, q: Room, w: World) -> float:
-    """When the core wants to be woken: earliest expiry, patience, end of a claim, or staleness."""
+    """When the core wants to be woken: earliest expiry, patience, end of a claim or of a hold, or
+    staleness.
+    """
     at = np.inf
+    if w.state[0].look_at > w.state[0].now:
+        at = w.state[0].look_at
     if q.total[0].expiring > 0:
-        at = rows[q.by_expiry[0]].expires
+        at = min(at, rows[q.by_expiry[0]].expires)
     i = ripest(rows, q)
     if rows[i].claim == NONE and rows[i].ripe > w.state[0].now:
         at = min(at, rows[i].ripe)

@@ -56,7 +56,7 @@ from training.worlds import Ranges, World, case_of, draw, with_knee
 LOADS: tuple[float, ...] = (0.75, 1.0, 1.25, 1.5)
 FLOOR = 0.8
 TARGETS = (0.9, 0.99)
-RULE = policy_named("marginal", overload_target=0.0)
+RULE = policy_named("marginal", overload_target=0.0, hold_until=0.0)
 WEIGHT_STEP, HOLD_STEP = 0.06, 0.25
 """What one unit of the search is worth in a weight of the residual, and of holding."""
 CONSTANTS: Mapping[str, float] = {
@@ -72,7 +72,9 @@ Tell = Callable[[int, int, str], None]
 
 
 def policy_at(u: Floats) -> ActorPolicy:
-    """The policy at a point (DIMENSIONS,) of the search; the origin is the marginal rule."""
+    """The policy at a point (DIMENSIONS,) of the search; the origin is the marginal rule, which
+    holds nobody back there.
+    """
     w = (WEIGHT_STEP * u[:WEIGHTS]).reshape(len(ACTOR_TRAITS), len(ACTOR_CONTEXTS))
     hold = HOLD_STEP * u[WEIGHTS:LOGS_AT]
     logs = u[LOGS_AT:-1]

@@ -74,6 +74,8 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
         Knob(name="price", low=0.002, high=1.0, log=True),
         Knob(name="sharpness", low=3.0, high=40.0, log=True),
         Knob(name="size", low=0.0, high=1.2),
+        Knob(name="hold_above", low=0.0, high=2.0),
+        Knob(name="hold_until", low=0.0, high=1.0),
     ),
 }
 

@@ -34,11 +34,13 @@ from domain.columns import (
 from policies.encoding import soft, used
 from policies.names import ACTOR_CONTEXTS, ACTOR_TRAITS, HOLD_CONTEXTS
 from policies.scorers.kernel_scorer import KernelScorer
-from policies.scorers.marginal import MarginalParams, marginal_kernel, size
+from policies.scorers.marginal import MarginalParams, hold_back, marginal_kernel, size
 from policies.traits import work_cost
 
 RULE = len(astuple(MarginalParams()))
-"""Numbers of the marginal rule; then come `reach`, the hold weights, and W row by row."""
+"""Numbers of the marginal rule, which holds nobody back here; then come `reach`, the hold weights,
+and W row by row.
+"""
 J, K = len(ACTOR_CONTEXTS), len(ACTOR_TRAITS)
 HOLD_AT = RULE + 1
 WEIGHTS_AT = HOLD_AT + len(HOLD_CONTEXTS)
@@ -115,8 +117,7 @@ def actor_kernel(
     now: float,
     out: Scores,
 ) -> None:
-    """The marginal rule's scores plus the residual; a request that is held has -inf on every route
-    and the value it waits for in `out.hold`.
+    """The marginal rule's scores plus the residual, and who is held back.
 
     params: `MarginalParams`, reach, hold (J + 1,), W (K x J).
     """
@@ -130,7 +131,6 @@ def actor_kernel(
     pressure /= max(count, 1)
     x, z, w = np.empty(K), np.empty(J), np.empty(K)
     for i in range(mask.shape[0]):
-        out.hold[i] = -np.inf
         contexts_into(z, requests, i, pressure)
         for k in range(K):
             w[k] = 0.0
@@ -164,13 +164,8 @@ def actor_kernel(
         early = waited < requests.ttft[i] < np.inf
         if early:
             rho += params[HOLD_AT + J] * waited / requests.ttft[i]
-        if rho > 0.0 and pressure > 0.0 and early:
-            least = worth * (1.0 - 1.0 / rho)
-            if -np.inf < best < least:
-                out.hold[i] = least
-                for c in range(mask.shape[1]):
-                    if mask[i, c]:
-                        out.route[i, c] = -np.inf
+        if rho > 0.0 and pressure > 0.0 and early and -np.inf < best < worth * (1.0 - 1.0 / rho):
+            hold_back(requests.arrived[i] + requests.ttft[i], mask, i, now, out)
 
 
 def actor(

@@ -46,7 +46,9 @@ class MarginalParams:
     `sharpness` x (predicted / limit - 1). `least_left`: tokens that a stream past its expected
     length is still expected to run. `foreign_tpot`: limit assumed for other gateways' streams,
     seconds per token; 0 assumes the request's own. `size`: requests, and the streams they harm, are
-    worth (work / 1000 prompt tokens) ** `size`: 0 counts heads, 1 counts work.
+    worth (work / 1000 prompt tokens) ** `size`: 0 counts heads, 1 counts work. `hold_above`: a
+    request is held back while joining even its best route costs others more than this share of its
+    own worth. `hold_until`: share of its TTFT limit by which that ends; 0 never holds.
     """
 
     loss: float = 1.0
@@ -55,6 +57,8 @@ class MarginalParams:
     least_left: float = 8.0
     foreign_tpot: float = 0.0
     size: float = 0.0
+    hold_above: float = 0.4
+    hold_until: float = 0.0
 
 
 @njit(cache=True, error_model="numpy")
@@ -136,6 +140,18 @@ def size(prompt: float, output: float, power: float) -> float:
 
 
 @njit(cache=True, error_model="numpy")
+def hold_back(end: float, mask: Mask, i: int, now: float, out: Scores) -> None:
+    """Take every route from request i until `end` at the latest, in s; not where there is no end.
+    Whatever happens to the fleet until then, it is scored again.
+    """
+    if now < end < np.inf:
+        out.hold[i] = end
+        for c in range(mask.shape[1]):
+            if mask[i, c]:
+                out.route[i, c] = -np.inf
+
+
+@njit(cache=True, error_model="numpy")
 def marginal_kernel(
     params: Params,
     requests: RequestColumns,
@@ -147,7 +163,8 @@ def marginal_kernel(
     now: float,
     out: Scores,
 ) -> None:
-    """Worth x P(SLO) - params.loss x losses - params.price x route price x seconds of work.
+    """Worth x P(SLO) - params.loss x losses - params.price x route price x seconds of work; and who
+    is held back, which nobody is who could have an idle replica.
 
     params: `MarginalParams`. The step time after joining is the estimated median TPOT, so whatever
     the estimator has learned about the replica scales the losses as well. A foreign stream stands
@@ -159,11 +176,13 @@ def marginal_kernel(
         worth = requests.weight[i]
         if params[5] != 0.0:
             worth *= size(prompt, expected, params[5])
+        best, cost, idle = -np.inf, 0.0, False
         for c in range(mask.shape[1]):
             if not mask[i, c]:
                 continue
             d, p = routes.decode[c], routes.prefill[c]
             batch = fleet.running[d] + fleet.foreign_running[d]
+            idle |= batch <= 0.0
             context = fleet.context[d] + fleet.foreign_context[d]
             cached = estimates.cached[i, c]
             new = max(prompt - cached, 1.0)
@@ -200,6 +219,10 @@ def marginal_kernel(
                 - params[0] * lost
                 - params[1] * routes.price[c] * work
             )
+            if out.route[i, c] > best:
+                best, cost = out.route[i, c], params[0] * lost
+        if params[7] > 0.0 and not idle and cost > params[6] * worth:
+            hold_back(requests.arrived[i] + params[7] * requests.ttft[i], mask, i, now, out)
 
 
 def marginal(params: MarginalParams | None = None) -> KernelScorer:

@@ -145,7 +145,7 @@ def _stream_losses(s, p, d, expected, before, after, pause):
 
 
 def marginal(s, p):
-    out = np.zeros(s.mask.shape)
+    out, cost = np.zeros((2, *s.mask.shape))
     q, f, e = s.requests, s.fleet, s.estimates
     for i, c in np.ndindex(out.shape):
         d, r = s.routes.decode[c], s.routes.prefill[c]
@@ -172,9 +172,15 @@ def marginal(s, p):
             + f.per_token[d]
             + f.per_context[d] * (q.prompt[i] + q.expected[i] / 2)
         )
-        out[i, c] = q.weight[i] * worth * e.p_slo[i, c] - p[0] * lost
+        cost[i, c] = p[0] * lost
+        out[i, c] = q.weight[i] * worth * e.p_slo[i, c] - cost[i, c]
         out[i, c] -= p[1] * s.routes.price[c] * work
-    return out
+    best = np.where(s.mask, out, -np.inf).argmax(axis=1)
+    worth = q.weight * ((q.prompt + 5 * q.expected) / 1000) ** p[5]
+    held = cost[np.arange(len(best)), best] > p[6] * worth
+    held &= ((_batch(s) > 0) | ~s.mask).all(axis=1)
+    held &= s.now < q.arrived + p[7] * np.where(np.isfinite(q.ttft), q.ttft, 0)
+    return np.where(held[:, None], -np.inf, out)
 
 
 def _soft(x, unit):
@@ -187,7 +193,7 @@ def _used(predicted, limit):
 
 
 def actor(s, p):
-    rule, reach, hold, weights = p[:6], p[6], p[7:12], p[12:].reshape(12, 4)
+    rule, reach, hold, weights = p[:8], p[8], p[9:14], p[14:].reshape(12, 4)
     base, q, f, e, d, r = (
         marginal(s, rule), s.requests, s.fleet, s.estimates, s.routes.decode, s.routes.prefill
     )  # fmt: skip

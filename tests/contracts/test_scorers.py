@@ -48,6 +48,8 @@ VARIED = (
     {"kind": "just_enough", "margin": 0.4},
     {"kind": "marginal", "loss": 3.0, "price": 0.0, "sharpness": 4.0, "size": 1.0},
     {"kind": "marginal", "loss": 0.5, "foreign_tpot_ms": 40.0, "size": 0.5},
+    {"kind": "marginal", "hold_above": 0.1, "hold_until": 0.3, "price": 0.5},
+    {"kind": "marginal", "hold_until": 0.0},
     {"kind": "linear", "weights": {"quality": 2.0, "cost": -1.5, "e2e": -0.3}, "within": 0.2},
     {"kind": "actor", "weights": WEIGHTS, "loss": 0.5, "size": 0.7, "reach": 0.3},
     {"kind": "actor", "weights": WEIGHTS, "hold_back": {"one": 0.9, "waited": 2.0, "tight": -0.5}},
@@ -122,16 +124,19 @@ def test_the_suite_covers_every_kind_that_a_config_can_name():
 
 
 def test_scores_only_where_the_mask_is_set(scorer):
-    """Right shape, never nan or +inf, -inf outside the mask, a choice wherever there is one."""
+    """Right shape, never nan or +inf, -inf outside the mask, a choice wherever there is one, unless
+    the request is held back.
+    """
     for state in states():
         got = state.score(scorer)
+        free = state.mask & np.isneginf(state.held(scorer))[:, None]
         assert got.shape == state.mask.shape
         assert np.all(np.isneginf(got[~state.mask]))
         assert not np.isnan(got).any()
         assert not np.isposinf(got).any()
-        assert np.array_equal(np.isfinite(got).any(axis=1), state.mask.any(axis=1))
+        assert np.array_equal(np.isfinite(got).any(axis=1), free.any(axis=1))
         if scorer.name != "power_of_two":  # which scores two routes and no others
-            assert np.isfinite(got[state.mask]).all()
+            assert np.isfinite(got[free]).all()
 
 
 def test_an_empty_mask_scores_nothing(scorer):
@@ -229,7 +234,8 @@ def test_version_names_the_parameters():
 def test_without_weights_the_actor_is_the_marginal_rule():
     """Bit for bit, whatever the rule's parameters: where training starts."""
     for options in ({}, {"loss": 0.4, "size": 0.5, "price": 0.2}):
-        rule, learned = scorer_of("marginal", **options), scorer_of("actor", weights={}, **options)
+        rule = scorer_of("marginal", hold_until=0.0, **options)
+        learned = scorer_of("actor", weights={}, **options)
         for state in states():
             assert np.array_equal(state.score(rule), state.score(learned))
 
@@ -237,28 +243,52 @@ def test_without_weights_the_actor_is_the_marginal_rule():
 def test_no_weight_moves_a_score_beyond_the_reach():
     """However wrong it is, training can cost a request's worth times `reach`."""
     wild = {trait: dict.fromkeys(ACTOR_CONTEXTS, 1e6) for trait in ACTOR_TRAITS}
-    rule, learned = scorer_of("marginal"), scorer_of("actor", weights=wild, reach=0.25)
+    rule = scorer_of("marginal", hold_until=0.0)
+    learned = scorer_of("actor", weights=wild, reach=0.25)
     for state in states():
         moved = state.score(learned)[state.mask] - state.score(rule)[state.mask]
         worth = np.broadcast_to(state.requests.weight[:, None], state.mask.shape)[state.mask]
         assert np.all(np.abs(moved) <= 0.25 * worth + 1e-9)
 
 
-def test_what_would_cost_others_more_is_held_back_while_there_is_time():
-    """Its best route breaks another's pace: it waits, up to its TTFT limit. Not for an idle
-    fleet.
+@pytest.mark.parametrize(
+    "patient",
+    [
+        {"kind": "actor", "weights": {}, "hold_back": {"one": 2.5}},
+        {"kind": "marginal", "hold_until": 1.0},
+    ],
+    ids=lambda options: options["kind"],
+)
+def test_what_would_cost_others_more_is_held_back_while_there_is_time(patient):
+    """Its best route breaks another's pace: it waits, up to its TTFT limit. Not for an idle fleet,
+    nor without that limit.
     """
     state = plain_state(1, prompt=2000.0)
     state.requests.ttft[:] = 1.0
-    patient = scorer_of("actor", weights={}, hold_back={"one": 2.5})
+    patient = scorer_of(**patient)
     assert np.isfinite(state.score(patient)).all()
-    for slot in range(1, 4):
-        stream(state, 0, slot, tpot=0.02, tokens=60, expected=130.0)
-    state.estimates.p_slo[:] = 0.9
-    assert np.isfinite(state.score(scorer_of("marginal"))).all()
+    crowd(state, 0)
+    assert np.isfinite(state.score(scorer_of("marginal", hold_until=0.0))).all()
     assert np.isneginf(state.score(patient)).all()
+    assert state.held(patient) == state.now + 1.0
     state.requests.arrived[:] = state.now - 1.5
     assert np.isfinite(state.score(patient)).all()
+    state.requests.arrived[:], state.requests.ttft[:] = state.now, np.inf
+    assert np.isfinite(state.score(patient)).all()
+
+
+def test_the_rule_keeps_no_replica_idle():
+    """Whoever could have an idle replica is not held back, although he would rather not go there;
+    he is where it may not take him.
+    """
+    state = plain_state(2, prompt=2000.0)
+    state.requests.ttft[:] = 1.0
+    crowd(state, 0)
+    state.estimates.p_slo[0, 1] = 0.1
+    patient = scorer_of("marginal")
+    assert np.isfinite(state.score(patient)).all()
+    state.mask[0, 1] = False
+    assert np.isneginf(state.score(patient)).all()
 
 
 # ---- a scenario for each
@@ -285,6 +315,13 @@ def stream(state: State, r: int, slot: int, *, tokens: int = 10, **limits: float
         kernels.first_token(state.fleet, r, r, slot, state.now - 1.0)
         row = np.array([r]), np.array([slot]), np.array([tokens])
         kernels.progress_many(state.fleet, *row, state.now)
+
+
+def crowd(state: State, r: int) -> None:
+    """Streams on replica r that one more would take out of their pace."""
+    for slot in range(1, 4):
+        stream(state, r, slot, tpot=0.02, tokens=60, expected=130.0)
+    state.estimates.p_slo[0, r] = 0.9
 
 
 def by_lot() -> State:

@@ -40,6 +40,12 @@ class State:
         (kernel or scorer.kernel)(*self.arguments(scorer), out)
         return out.route
 
+    def held(self, scorer) -> np.ndarray:
+        """Until when each request (n,) is held back, -inf where it is not."""
+        out = scores(*self.mask.shape)
+        scorer.kernel(*self.arguments(scorer), out)
+        return out.hold
+
     def arguments(self, scorer) -> tuple:
         """A kernel's arguments up to the output."""
         return (

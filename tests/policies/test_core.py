@@ -212,6 +212,39 @@ def test_a_full_fleet_holds_and_the_next_end_releases():
     assert set(shell.sends) == {"q1", "q2"}
 
 
+def crowded(**options):
+    """Two streams that a third request with a long prompt would take out of their pace."""
+    fleet = small_fleet(1, kv_capacity=60_000.0)
+    shell = Shell(make_core("marginal", fleet=fleet, shed_below=0.0, **options))
+    for name in ("a", "b"):
+        shell.tell(Arrived(0.0, request(name, slo=Slo(ttft=1.0, tpot=0.015))))
+        shell.tell(FirstToken(0.1, name, 1))
+    shell.tell(Arrived(0.2, request("long", prompt_tokens=3000.0, slo=Slo(ttft=4.0))))
+    return shell
+
+
+def test_who_is_held_back_goes_when_that_ends():
+    """Nothing happens meanwhile, so the core asks to be woken."""
+    shell = crowded(hold_until=0.5)
+    assert set(shell.sends) == {"a", "b"}
+    assert shell.core.wake_at == pytest.approx(2.2)
+    shell.tell(Tick(shell.core.wake_at))
+    assert set(shell.sends) == {"a", "b", "long"}
+
+
+def test_who_is_held_back_goes_when_it_costs_others_less():
+    """An end is a reason to look again."""
+    shell = crowded()
+    assert set(shell.sends) == {"a", "b"}
+    shell.tell(AttemptEnded(0.3, "a", 1, Cause.FINISHED, COUNTED, 0.3))
+    assert set(shell.sends) == {"b", "long"}
+
+
+def test_without_late_binding_nobody_is_held_back():
+    """`hold: false` sends at once."""
+    assert set(crowded(hold=False).sends) == {"a", "b", "long"}
+
+
 def test_what_waited_past_its_limit_is_shed_and_blamed_on_the_queue():
     """A sheddable request whose latest useful start passes is refused with a reason."""
     shell = Shell(make_core("least_requests", fleet=small_fleet(1, max_seqs=1)))
