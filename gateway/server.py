@@ -190,8 +190,7 @@ class ClientConnection(asyncio.Protocol):
         self._head_bytes = 0  # of the head, or since the last of the body: chunk lines, trailers
         self._target = b""
         self._headers: Headers = []
-        self._body: list[bytes] = []
-        self._body_bytes = 0
+        self._body: bytes | bytearray = b""
         self._reply: WireReply | None = None
         self._queue: deque[_Inbound] = deque()
         self._queued_bytes = 0
@@ -302,8 +301,7 @@ class ClientConnection(asyncio.Protocol):
         self._state = _State.HEAD
         self._target = b""
         self._headers = []
-        self._body = []
-        self._body_bytes = 0
+        self._body = b""
         self._deadline = self.server.plane.clock() + self.server.limits.head_seconds
 
     def on_url(self, url: bytes) -> None:
@@ -344,11 +342,14 @@ class ClientConnection(asyncio.Protocol):
         if self._refused or self._state is not _State.BODY:
             return
         self._head_bytes = 0
-        self._body_bytes += len(body)
-        if self._body_bytes > self.server.limits.max_body_bytes:
+        if len(self._body) + len(body) > self.server.limits.max_body_bytes:
             self._refuse_body()
-            return
-        self._body.append(body)
+        elif not self._body:
+            self._body = body
+        else:  # joined at once, as a list of tiny chunks takes many times their bytes
+            if isinstance(self._body, bytes):
+                self._body = bytearray(self._body)
+            self._body += body
 
     def on_message_complete(self) -> None:
         """A request is whole: serve it, or let it wait for the one before it."""
@@ -356,17 +357,16 @@ class ClientConnection(asyncio.Protocol):
             return
         self._state = _State.IDLE
         self._head_bytes = 0
-        body = self._body
         inbound = _Inbound(
             self._parser.get_method(),
             self._target,
             self._parser.get_http_version(),
             self._headers,
-            body[0] if len(body) == 1 else b"".join(body),
+            bytes(self._body),
             self._parser.should_keep_alive(),
             self.server.plane.clock(),
         )
-        self._body = []
+        self._body = b""
         if self._reply is None and not self._queue and not self._paused:
             self._serve(inbound)
             return
@@ -472,7 +472,7 @@ class ClientConnection(asyncio.Protocol):
         self._deadline = self.server.plane.clock() + LINGER_SECONDS
         waiting = self._reply is not None or bool(self._queue)
         self._queue.clear()
-        self._body = []
+        self._body = b""
         if waiting or self._transport is None:
             self.cut()  # an earlier answer is due; a refusal would stand inside it or in its place
             return

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import tracemalloc
 from socket import IPPROTO_TCP, TCP_NODELAY
 
 import pytest
@@ -304,6 +305,31 @@ def test_what_is_not_http_or_could_be_read_two_ways_is_refused(run, wire):
             assert json.loads(body)["error"]["type"] == "invalid_request_error"
             assert await client.closed()
             assert gateway.names() == []
+
+    run(main())
+
+
+def test_a_body_in_tiny_chunks_takes_memory_like_any_other(run):
+    """A quarter of a megabyte, two bytes a chunk: a few copies of it, not an object a chunk."""
+    body = json.dumps({**CHAT, "user": "u" * 250_000}).encode()
+    head = post(b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
+    chunks = b"".join(b"2\r\n%b\r\n" % body[i : i + 2] for i in range(0, len(body) - 1, 2))
+    rest = b"1\r\n%b\r\n" % body[-1:] if len(body) % 2 else b""
+
+    async def main():
+        async with serving(always(answer())) as (_, engines, connect):
+            client = await connect()
+            await client.send(post(CHAT))
+            assert (await client.reply())[0] == 200
+            tracemalloc.start()
+            try:
+                await client.send(head + chunks + rest + b"0\r\n\r\n")
+                assert (await client.reply())[0] == 200
+                peak = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+            assert peak < 16 * len(body)
+            assert engines[0].requests[-1][1] == body
 
     run(main())
 
