@@ -80,8 +80,8 @@ def entrants(words: Sequence[str]) -> list[Entrant]:
 
 
 def policy_of(kind: str, options: Mapping[str, Any]) -> PolicyConfig:
-    """A policy that refuses nothing early unless its options say so. Raises: ConfigError."""
-    return _bare(policy_named(kind, **{"overload_target": 0.0, **options}))
+    """A policy by name; it refuses early only if its options say so. Raises: ConfigError."""
+    return _bare(policy_named(kind, **options))
 
 
 def _bare(policy: PolicyConfig) -> PolicyConfig:
@@ -91,7 +91,7 @@ def _bare(policy: PolicyConfig) -> PolicyConfig:
     policy = resolved(policy)
     if policy.kind != "actor":
         return policy
-    return policy.model_copy(update={"envelope": {}, "log_candidates": 0, "overload_target": 0.0})
+    return policy.model_copy(update={"envelope": {}, "log_candidates": 0})
 
 
 def _policy_file(path: Path) -> dict[str, PolicyConfig]:

@@ -110,10 +110,17 @@ def test_policies_are_named_in_words_and_files(tmp_path):
     assert (found["w"].size, found["w"].shed_below) == (1.0, 0.1)
     assert (found["mine"].ttft_margin, found["mine"].overload_target) == (0.6, 0.0)
     assert len(entrants(["all"])) == 14
-    learned = {"kind": "actor", "weights": {"slow": {"one": 0.1}}, "envelope": {"ttft": (0.0, 1.0)}}
+    learned = {
+        "kind": "actor",
+        "weights": {"slow": {"one": 0.1}},
+        "envelope": {"ttft": (0.0, 1.0)},
+        "overload_target": 0.07,
+    }
     entry = registry.entry_of("new", TypeAdapter(PolicyConfig).validate_python(learned))
     written = registry.write_entry(tmp_path, entry)
-    shipped, new = entrants(["actor", f"mine={written}"])
+    shipped, strict, new = entrants(["actor", "actor:overload_target=0.05", f"mine={written}"])
+    refusals = [e.policy.overload_target for e in (shipped, strict, new)]
+    assert refusals == [0.0, 0.05, 0.07]  # early refusal as asked for
     assert (new.label, new.policy.weights) == ("mine", {"slow": {"one": 0.1}})
     assert not new.policy.envelope  # the compiled loop runs it
     assert shipped.policy.weights is not None
