@@ -1,8 +1,8 @@
-"""One policy in one scenario at one rate: `simulate`; and the rates a policy carries: `scan`."""
+"""One policy in one scenario at one rate: `simulate`; the rates policies carry: `Scan`, `climb`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,10 @@ from training.informed import InformedEstimator
 from training.measures import Report, Run, measure
 from training.scenario import Case, Scenario, build
 from training.virtual import Script, VirtualShell
+
+KNEE_TARGET = 0.9
+"""What is met at a knee, size-fair."""
+_STEP = 1.3
 
 _policy: TypeAdapter[Any] = TypeAdapter(PolicyConfig)
 
@@ -126,3 +130,53 @@ def falling(values: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np
             total = before[1] + count
             pools[-1] = [(before[0] * before[1] + mean * count) / total, total]
     return np.concatenate([np.full(int(count), mean) for mean, count in pools])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Climb:
+    """The last rate (requests/s) at which each rule meets `KNEE_TARGET`, 0 if none; `reached` is
+    False if no rule ever did: then the last one with what the best had less 10 points.
+    """
+
+    rates: tuple[float, ...]
+    reached: bool
+
+
+def climb(met: Callable[[float], Sequence[float]], start: float, rungs: int = 8) -> Climb:
+    """Knees on a ladder of rates around `start`: down to where the best rule meets the target, up
+    to where it has lost 10 points, but no more than `rungs` either way. `met` gives what each rule
+    meets at a rate.
+    """
+    curves: dict[float, Sequence[float]] = {}
+
+    def best_at(rate: float) -> float:
+        curves[rate] = met(rate)
+        return max(curves[rate])
+
+    for k in range(rungs):
+        if best_at(start / _STEP**k) >= KNEE_TARGET:
+            break
+    for k in range(1, rungs):
+        if best_at(start * _STEP**k) < KNEE_TARGET - 0.1:
+            break
+    grid = tuple(sorted(curves))
+    best = max(max(curve) for curve in curves.values())
+    target = KNEE_TARGET if best >= KNEE_TARGET else best - 0.1
+    return Climb(
+        rates=tuple(
+            Scan(rates=grid, attainment=curve).last_at(target)
+            for curve in zip(*(curves[rate] for rate in grid), strict=True)
+        ),
+        reached=best >= KNEE_TARGET,
+    )
+
+
+def guess(case: Case) -> float:
+    """Requests/s that the fleet's processors could do at full batches, roughly."""
+    prompt, output = float(case.trace.prompt.mean()), float(case.trace.output.mean())
+    rate = 0.0
+    for spec in case.fleet.replicas:
+        p = spec.profile
+        token = (p.overhead + p.weights) / 32 + p.per_sequence + p.per_context * prompt
+        rate += 1.0 / (p.per_token * prompt + output * token)
+    return rate

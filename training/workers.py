@@ -19,15 +19,12 @@ from backends.sim.profiles import load_profiles
 from domain.errors import ConfigError
 from policies.config import PolicyConfig
 from training.bound import ceiling
-from training.evaluate import Runner, Scan
+from training.evaluate import Runner, climb, guess
 from training.lookahead import look_ahead
 from training.measures import Report, fair, measure, settled, work_of
 from training.scenario import Pools, Scenario, build
 
 KNEE_SEED = 9001
-KNEE_STEP = 1.3
-KNEE_RUNGS = 8
-KNEE_TARGET = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,47 +116,16 @@ class Worker:
         )
 
     def knee(self, unit: Unit) -> Knee:
-        """The best classic heuristic's knee, by a ladder of rates around what the fleet could do:
-        down to where 90 % is met, up to where 80 % is not.
-        """
-        curves: dict[float, list[float]] = {}
-
-        def best_at(rate: float) -> float:
-            curves[rate] = [
-                fair(report)
-                for _, _, report in self.reports(replace(unit, seed=KNEE_SEED, rate=rate))
-            ]
-            return max(curves[rate])
-
-        start = 0.5 * self._guess(unit.scenario)
-        for k in range(KNEE_RUNGS):
-            if best_at(start / KNEE_STEP**k) >= KNEE_TARGET:
-                break
-        for k in range(1, KNEE_RUNGS):
-            if best_at(start * KNEE_STEP**k) < KNEE_TARGET - 0.1:
-                break
-        rates = tuple(sorted(curves))
-        best = max(max(c) for c in curves.values())
-        target = KNEE_TARGET if best >= KNEE_TARGET else best - 0.1
-        knees = {
-            entrant.label: Scan(
-                rates=rates, attainment=tuple(curves[rate][k] for rate in rates)
-            ).last_at(target)
-            for k, entrant in enumerate(unit.entrants)
-        }
+        """The best classic heuristic's knee, around what the fleet could do."""
+        at = replace(unit, seed=KNEE_SEED)
+        case = build(unit.scenario, 1.0, KNEE_SEED, profiles=self._profiles, pools=self._pools)
+        found = climb(
+            lambda rate: [fair(report) for _, _, report in self.reports(replace(at, rate=rate))],
+            0.5 * guess(case),
+        )
+        knees = dict(zip((e.label for e in unit.entrants), found.rates, strict=True))
         name = max(knees, key=knees.__getitem__)
-        return Knee(rate=knees[name], policy=name, reached=best >= KNEE_TARGET)
-
-    def _guess(self, scenario: Scenario) -> float:
-        """Requests/s that the fleet's processors could do at full batches, roughly."""
-        case = build(scenario, 1.0, KNEE_SEED, profiles=self._profiles, pools=self._pools)
-        prompt, output = float(case.trace.prompt.mean()), float(case.trace.output.mean())
-        rate = 0.0
-        for spec in case.fleet.replicas:
-            p = spec.profile
-            token = (p.overhead + p.weights) / 32 + p.per_sequence + p.per_context * prompt
-            rate += 1.0 / (p.per_token * prompt + output * token)
-        return rate
+        return Knee(rate=knees[name], policy=name, reached=found.reached)
 
 
 # ---- many units

@@ -16,16 +16,13 @@ import numpy as np
 
 from domain.fleet import FleetSpec, Profile
 from policies.config import PolicyConfig
-from training.evaluate import Runner
+from training.evaluate import Runner, climb, guess
 from training.measures import fair, measure
 from training.scenario import Case, Pools, Replicas, Scenario, Source, build
 
 TIMES = (
     "overhead", "weights", "per_sequence", "per_context", "per_token", "per_attention", "experts",
 )  # fmt: skip
-KNEE_TARGET = 0.9
-KNEE_STEP = 1.25
-KNEE_RUNGS = 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,34 +156,14 @@ def with_knee(
     profiles: Mapping[str, Profile],
     seed: int,
 ) -> World:
-    """The world with its knee: where the rule, at one gateway, stops meeting `KNEE_TARGET`,
-    size-fair, on a ladder of rates of one seed.
+    """The world with its knee: where the rule, at one gateway, stops meeting 90 %, size-fair, on
+    requests of one seed.
     """
     single = replace(world, scenario=world.scenario.model_copy(update={"gateways": 1}))
 
-    def met(rate: float) -> float:
+    def met(rate: float) -> list[float]:
         case = case_of(single, rate, seed, pools, profiles)
-        return fair(measure(case, runner.run(case, rule)[0], rule.kind))
+        return [fair(measure(case, runner.run(case, rule)[0], rule.kind))]
 
-    rate = 0.6 * guess(case_of(single, 1.0, seed, pools, profiles))
-    value, step = met(rate), KNEE_STEP
-    if value < KNEE_TARGET:
-        step = 1.0 / KNEE_STEP
-    for _ in range(KNEE_RUNGS):
-        after = met(rate * step)
-        if (after < KNEE_TARGET) != (value < KNEE_TARGET):
-            part = (value - KNEE_TARGET) / (value - after)
-            return replace(world, knee=rate * step**part)
-        rate, value = rate * step, after
-    return replace(world, knee=rate)
-
-
-def guess(case: Case) -> float:
-    """Requests/s that the fleet's processors could do at full batches, roughly."""
-    prompt, output = float(case.trace.prompt.mean()), float(case.trace.output.mean())
-    rate = 0.0
-    for spec in case.fleet.replicas:
-        p = spec.profile
-        token = (p.overhead + p.weights) / 32 + p.per_sequence + p.per_context * prompt
-        rate += 1.0 / (p.per_token * prompt + output * token)
-    return rate
+    start = 0.5 * guess(case_of(single, 1.0, seed, pools, profiles))
+    return replace(world, knee=climb(met, start, rungs=14).rates[0])

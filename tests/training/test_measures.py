@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from training.evaluate import Scan, falling
+from training.evaluate import Scan, climb, falling
 from training.measures import ABSENT, MET, MISSED, OUT, Run, measure
 from training.scenario import Promise, Replicas, Scenario, build
 
@@ -102,3 +102,20 @@ def test_the_last_rate_is_read_off_the_isotonic_fit():
     assert scan.last_at(0.9) == pytest.approx(22.5)
     assert scan.last_at(0.995) == 0.0
     assert scan.last_at(0.5) == 30.0
+
+
+@pytest.mark.parametrize("start", [9.0, 40.0, 200.0])
+def test_the_best_rules_knee_is_found_from_below_and_from_above(start):
+    """It loses a point a request/s beyond 40, the other beyond 20."""
+    found = climb(lambda rate: [1.0 - 0.01 * max(rate - free, 0.0) for free in (40.0, 20.0)], start)
+    assert found.reached
+    assert found.rates[0] == pytest.approx(50.0, abs=0.5)
+    assert found.rates[1] < found.rates[0]
+
+
+def test_a_fleet_that_never_meets_the_target_has_a_knee_too():
+    """Up to where the best there is has lost some of it; a rule far below that has none."""
+    found = climb(lambda rate: [0.85 - 0.01 * max(rate - 20.0, 0.0), 0.5], 10.0)
+    assert not found.reached
+    assert 20.0 < found.rates[0] <= 30.0
+    assert found.rates[1] == 0.0
