@@ -136,7 +136,7 @@ class Points:
 
 def read_points(path: Path) -> Points:
     """The aggregated points of a table with the columns of `engine_silicon_e2e`; runs that were
-    written down twice once.
+    written down twice once, also where the sizes of their layout are written in two ways.
 
     Raises: ConfigError naming the file and what is wrong with it; FileNotFoundError.
     """
@@ -158,7 +158,13 @@ def read_points(path: Path) -> Points:
             known[row] = float(np.fmin(known.get(row, math.nan), when))
     if not known:
         raise ConfigError(f"{path}: no aggregated point with a concurrency")
-    rows = sorted(known, key=str)
+    runs: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    for row in sorted(known, key=str):
+        layout_ = layout(SHAPES[architecture(row[2])], *(int(x or 0) for x in row[8:12]))
+        numbers = (*row[5:8], *(round(x, 4) for x in row[12:]))
+        first = runs.setdefault((*row[:4], *layout_, *numbers), row)
+        known[first] = float(np.fmin(known[first], known[row]))
+    rows = list(runs.values())
     return _points(rows, [known[row] for row in rows])
 
 
@@ -274,8 +280,10 @@ _SPREAD = np.r_[[1.0, 0.3, 1.0, 0.7, 0.5, 1.0, 0.3, 1.0, 0.5, 0.5, 1.0, 0.7, 1.0
 """Priors of the constants' efficiencies and of the closed loop's, as logs, and of the powers of the
 GPUs that share a layer by which memory, compute and overhead scale worse than they should."""
 _FIXED = len(_CENTRE)
-MAIN, PAIR = 0.3, 0.12
-"""Standard deviations of a main effect and of one of a pair."""
+MAIN, PAIR, OWN = 0.3, 0.12, 0.2
+"""Standard deviations of a main effect, of one of a pair and of what a configuration has to itself,
+without which its many points would count as many witnesses for the others.
+"""
 NOISE = np.array([0.1, 0.2])
 """Of log TPOT and log TTFT, beyond which a point counts as an outlier."""
 
@@ -291,6 +299,7 @@ def effects(configuration: Sequence[tuple[str, str, str, str]]) -> list[list[str
                 f"pair {system} {backend}", f"pair {backend} {kind}",
                 f"pair {backend} {precision}", f"pair {system} {precision}",
                 f"pair {system} {kind}", f"pair {kind} {precision}",
+                f"own {system} {backend} {kind} {precision}",
             ]
         )  # fmt: skip
     return out
@@ -299,13 +308,6 @@ def effects(configuration: Sequence[tuple[str, str, str, str]]) -> list[list[str
 def trend(configuration: tuple[str, str, str, str]) -> str:
     """The effect that grows with time: an engine's versions change."""
     return f"trend of {configuration[1]}"
-
-
-class SteadyState(NamedTuple):
-    """Logs of TPOT and TTFT (n, 2), and their derivatives by the parameters (n, 2, p)."""
-
-    logs: Floats
-    slopes: Floats
 
 
 class ClosedLoop:
@@ -319,28 +321,34 @@ class ClosedLoop:
         names += sorted({trend(c) for c in points.configuration})
         self.names_ = {n: i for i, n in enumerate(names)}
         centre = np.concatenate([_CENTRE, np.zeros(GROUPS * len(names))])
-        each = [PAIR if n.startswith("pair") else MAIN for n in names]
+        of_kind = {"pair": PAIR, "own": OWN}
+        each = [of_kind.get(n.partition(" ")[0], MAIN) for n in names]
         spread = np.concatenate([_SPREAD, np.tile(each, GROUPS)])
         measured = np.log(np.stack([points.tpot, points.ttft], 1))
         member = self._member(points)
+        rows, which = np.unique(member, axis=0, return_inverse=True)
         theta, damping = centre.copy(), 1e-2
-        state = self._steady(theta, points, member)
-        cost = _cost(state.logs, measured, theta, centre, spread)
+        inputs = self._inputs(theta, points, member)
+        logs = steady_state(inputs, points)
+        cost = _cost(logs, measured, theta, centre, spread)
+        moved = True
         for _ in range(rounds):
-            error = (state.logs - measured) / NOISE
-            weight = 1.0 / np.sqrt(1.0 + error**2)  # of soft L1
-            slopes = (state.slopes / NOISE[:, None] * np.sqrt(weight)[:, :, None]).reshape(
-                -1, len(theta)
-            )
-            pull = slopes.T @ (error * np.sqrt(weight)).ravel() + (theta - centre) / spread**2
-            curve = slopes.T @ slopes + np.diag(1.0 / spread**2)
-            step = np.linalg.solve(curve + damping * np.diag(np.diag(curve)), pull)
-            trial = theta - step
-            next_state = self._steady(trial, points, member)
-            next_cost = _cost(next_state.logs, measured, trial, centre, spread)
-            if next_cost < cost:
+            if moved:
+                error = (logs - measured) / NOISE
+                root = (1.0 + error**2) ** -0.25  # its square weighs as soft L1 does
+                slopes = _slopes(inputs, points) / NOISE[:, None] * root[:, :, None]
+                pull, curve = _normal(slopes, error * root, rows, which.ravel())
+                pull += (theta - centre) / spread**2
+                curve += np.diag(1.0 / spread**2)
+            trial = theta - np.linalg.solve(curve + damping * np.diag(np.diag(curve)), pull)
+            next_inputs = self._inputs(trial, points, member)
+            next_logs = steady_state(next_inputs, points)
+            next_cost = _cost(next_logs, measured, trial, centre, spread)
+            moved = next_cost < cost
+            if moved:
                 gained = (cost - next_cost) / cost
-                theta, state, cost, damping = trial, next_state, next_cost, damping / 4.0
+                theta, inputs, logs, cost = trial, next_inputs, next_logs, next_cost
+                damping /= 4.0
                 if gained < 3e-4:
                     break
             else:
@@ -350,7 +358,7 @@ class ClosedLoop:
 
     def predict(self, points: Points) -> tuple[Floats, Floats]:
         """(TPOT, TTFT) in seconds, (n,) each; an effect never seen is none."""
-        logs = self._steady(self.theta_, points, self._member(points)).logs
+        logs = steady_state(self._inputs(self.theta_, points, self._member(points)), points)
         return np.exp(logs[:, 0]), np.exp(logs[:, 1])
 
     def constants(self, points: Points) -> Floats:
@@ -383,57 +391,75 @@ class ClosedLoop:
                 logs[:, k] += group[:, chosen] + theta[13 + chosen] * split
         return logs
 
-    def _steady(self, theta: Floats, points: Points, member: Floats) -> SteadyState:
-        o, w, s, c, t, a, x, h = np.exp(self._log_constants(theta, points, member)).T
-        mixing, alone, waves, residue, request = np.exp(theta[8:13])
-        waiting = np.exp(self._grouped(theta, member)[:, 3])
-        b, isl, osl = points.batch, points.isl, points.osl
-        share = points.tokens / (points.tokens + h)
-        memory, compute = w + c * b * (isl + 0.5 * osl), t * b
-        bound = memory >= compute
-        step = o + s * b + x * share + np.where(bound, memory, compute)
-        linear, square = t * isl, 0.5 * a * isl**2
-        prompt = linear + square
-        mixed = mixing * np.maximum(b - 1.0, 0.0) / osl
-        tpot = step + mixed * prompt
-        per_prompt = alone + waves * b
-        quick = waiting * (per_prompt * prompt + residue * step + request)
-        excess = np.maximum(
-            points.concurrency / points.ranks / np.maximum(points.slots, 1.0) - 1.0, 0.0
-        )
-        ttft = quick + excess * osl * tpot
-        # derivatives by the logs of the constants, of the closed loop's numbers, and of `waiting`
-        d_step = np.stack(
-            [
-                o, w * bound, s * b, c * b * (isl + 0.5 * osl) * bound, t * b * ~bound, 0 * o,
-                x * share, -x * share * h / (points.tokens + h),
-            ],
-            1,
-        )  # fmt: skip
-        d_prompt = np.zeros_like(d_step)
-        d_prompt[:, 4], d_prompt[:, 5] = linear, square
-        d_tpot = d_step + mixed[:, None] * d_prompt
-        d_quick = waiting[:, None] * (per_prompt[:, None] * d_prompt + residue * d_step)
-        d_ttft = d_quick + (excess * osl)[:, None] * d_tpot
-        n, effects_ = len(b), member.shape[1]
-        split = np.log(points.gpus / points.ranks)
-        slopes = np.zeros((n, 2, len(theta)))
-        for row, by_constant in ((0, d_tpot / tpot[:, None]), (1, d_ttft / ttft[:, None])):
-            slopes[:, row, :8] = by_constant
-            for k, name in enumerate(Constants._fields):
-                chosen = _GROUP[name]
-                if chosen is not None:
-                    low = _FIXED + chosen * effects_
-                    slopes[:, row, 13 + chosen] += by_constant[:, k] * split
-                    slopes[:, row, low : low + effects_] += by_constant[:, k, None] * member
-        slopes[:, 0, 8] = mixed * prompt / tpot
-        slopes[:, 1, 8] = excess * osl * mixed * prompt / ttft
-        slopes[:, 1, 9] = waiting * alone * prompt / ttft
-        slopes[:, 1, 10] = waiting * waves * b * prompt / ttft
-        slopes[:, 1, 11] = waiting * residue * step / ttft
-        slopes[:, 1, 12] = waiting * request / ttft
-        slopes[:, 1, _FIXED + 3 * effects_ :] = (quick / ttft)[:, None] * member
-        return SteadyState(np.log(np.stack([tpot, ttft], 1)), slopes)
+    def _inputs(self, theta: Floats, points: Points, member: Floats) -> Floats:
+        """What a point's steady state is made of, (n, 8 + 1 + 5): the constants, the efficiency of
+        waiting, the closed loop's numbers.
+        """
+        logs = np.empty((len(points), len(Constants._fields) + 1 + len(LOOP)))
+        logs[:, :8] = self._log_constants(theta, points, member)
+        logs[:, 8] = self._grouped(theta, member)[:, 3]
+        logs[:, 9:] = theta[8:13]
+        out: Floats = np.exp(logs)
+        return out
+
+
+def steady_state(inputs: NDArray[Any], points: Points) -> NDArray[Any]:
+    """Logs of TPOT and TTFT, (n, 2); analytic in the inputs, so that these may be complex."""
+    o, w, s, c, t, a, x, h, waiting, mixing, alone, waves, residue, request = inputs.T
+    b, isl, osl = points.batch, points.isl, points.osl
+    memory, compute = w + c * b * (isl + 0.5 * osl), t * b
+    larger = np.where(memory.real >= compute.real, memory, compute)
+    step = o + s * b + x * points.tokens / (points.tokens + h) + larger
+    prompt = t * isl + 0.5 * a * isl**2
+    tpot = step + mixing * np.maximum(b - 1.0, 0.0) / osl * prompt
+    quick = waiting * ((alone + waves * b) * prompt + residue * step + request)
+    full = points.concurrency / points.ranks / np.maximum(points.slots, 1.0)
+    ttft = quick + np.maximum(full - 1.0, 0.0) * osl * tpot
+    logs: NDArray[Any] = np.log(np.stack([tpot, ttft], 1))
+    return logs
+
+
+def _slopes(inputs: Floats, points: Points) -> Floats:
+    """Derivatives of `steady_state` by the fixed parameters and by each group's efficiency, (n, 2,
+    16 + 4), from complex steps (Squire & Trapp, 1998).
+    """
+    by = np.empty((len(points), 2, inputs.shape[1]))
+    for k in range(inputs.shape[1]):
+        ahead = inputs.astype(complex)
+        ahead[:, k] *= 1.0 + 1e-20j
+        by[:, :, k] = steady_state(ahead, points).imag / 1e-20
+    out = np.zeros((len(points), 2, _FIXED + GROUPS))
+    out[:, :, :8], out[:, :, 8:13] = by[:, :, :8], by[:, :, 9:]
+    out[:, :, _FIXED + 3] = by[:, :, 8]
+    for k, name in enumerate(Constants._fields):
+        chosen = _GROUP[name]
+        if chosen is not None:
+            out[:, :, _FIXED + chosen] += by[:, :, k]
+    split = np.log(points.gpus / points.ranks)
+    out[:, :, 13:16] = out[:, :, _FIXED : _FIXED + 3] * split[:, None, None]
+    return out
+
+
+def _normal(
+    slopes: Floats, error: Floats, rows: Floats, which: NDArray[np.int64]
+) -> tuple[Floats, Floats]:
+    """Gradient (p,) and Gauss-Newton matrix (p, p) by all parameters, for the derivatives of
+    `_slopes` and errors (n, 2), where point i has the effects `rows[which[i]]`: what has the same
+    effects is summed before it is spread over them.
+    """
+    order = np.argsort(which, kind="stable")
+    ends = np.searchsorted(which[order], np.arange(1, len(rows)))
+    stacks = [q.reshape(-1, q.shape[2]) for q in np.split(slopes[order], ends)]
+    errors = [e.ravel() for e in np.split(error[order], ends)]
+    pulls = np.stack([q.T @ e for q, e in zip(stacks, errors, strict=True)])
+    grams = np.stack([q.T @ q for q in stacks])
+    f, effects_ = _FIXED, GROUPS * rows.shape[1]
+    across = np.einsum("ufg,ue->fge", grams[:, :f, f:], rows, optimize=True).reshape(f, effects_)
+    among = np.einsum("ugh,ue,ud->gehd", grams[:, f:, f:], rows, rows, optimize=True)
+    curve = np.block(
+        [[grams[:, :f, :f].sum(0), across], [across.T, among.reshape(effects_, effects_)]]
+    )
+    return np.concatenate([pulls[:, :f].sum(0), (pulls[:, f:].T @ rows).ravel()]), curve
 
 
 def _cost(logs: Floats, measured: Floats, theta: Floats, centre: Floats, spread: Floats) -> float:

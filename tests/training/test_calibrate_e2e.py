@@ -7,6 +7,8 @@ from domain.errors import ConfigError
 from training.calibrate_e2e import (
     SHAPES,
     ClosedLoop,
+    _normal,
+    _slopes,
     by_physics,
     folds_of,
     half_years,
@@ -14,6 +16,7 @@ from training.calibrate_e2e import (
     left_out_predictions,
     profile_of,
     read_points,
+    steady_state,
     take,
 )
 
@@ -60,7 +63,7 @@ def world(tmp_path):
     rng = np.random.default_rng(3)
     theta = truth.theta_.copy()
     for name, k in truth.names_.items():
-        if not name.startswith("pair"):
+        if not name.startswith(("pair", "own")):
             theta[16 + k :: len(truth.names_)] = 0.4 * rng.standard_normal()
     truth.theta_ = theta
     tpot, ttft = truth.predict(points)
@@ -101,16 +104,34 @@ def test_physics_by_hand():
 
 
 def test_slopes_are_those_of_the_steady_state(world):
-    """The derivatives are finite differences of log TPOT and log TTFT."""
+    """Gradient and curvature of half the squared log TPOT and TTFT, against finite differences."""
     some = take(world, np.arange(0, len(world), 7))
     model = ClosedLoop().fit(some, rounds=2)
     member = model._member(some)
-    here = model._steady(model.theta_, some, member)
-    for k in range(0, len(model.theta_), 5):
+    rows, which = np.unique(member, axis=0, return_inverse=True)
+
+    def logs(theta):
+        return steady_state(model._inputs(theta, some, member), some)
+
+    slopes = _slopes(model._inputs(model.theta_, some, member), some)
+    pull, curve = _normal(slopes, logs(model.theta_), rows, which.ravel())
+    moved = []
+    for k in range(len(model.theta_)):
         ahead = model.theta_.copy()
         ahead[k] += 1e-6
-        by_difference = (model._steady(ahead, some, member).logs - here.logs) / 1e-6
-        assert here.slopes[:, :, k] == pytest.approx(by_difference, abs=1e-4)
+        moved.append((logs(ahead) - logs(model.theta_)).ravel() / 1e-6)
+    by_difference = np.array(moved)
+    assert pull == pytest.approx(by_difference @ logs(model.theta_).ravel(), abs=2e-2, rel=1e-4)
+    assert curve == pytest.approx(by_difference @ by_difference.T, abs=1e-3, rel=1e-3)
+
+
+def test_a_run_written_down_twice_counts_once(tmp_path):
+    """Also where tensor and expert sizes of the same eight GPUs are written in two ways."""
+    moe = ("h200_sxm", "vllm", "deepseek-ai/DeepSeek-R1", "fp8")
+    again = [[*r[:8], 8.0, 1.0, *sizes, *r[12:]] for r in rows([moe]) for sizes in ((8, 1), (1, 8))]
+    assert len(again) == 2 * len(rows([moe]))
+    distinct = {tuple(r[5:8]) for r in again}
+    assert len(read_points(write(tmp_path / "again.parquet", again))) == len(distinct)
 
 
 def test_a_configuration_nobody_measured_is_predicted(world):
@@ -137,7 +158,7 @@ def test_an_engine_that_became_faster_is_known_by_the_date(world):
         np.median(np.abs(left_out_predictions(points, folds=6)[0] / dated.tpot - 1))
         for points in (dated, blind)
     ]
-    assert error[0] < 0.8 * error[1]
+    assert error[0] < 0.9 * error[1]
 
 
 def test_days_count_in_half_years():
