@@ -14,7 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
-from domain.columns import EstimateColumns, FleetColumns, Mask, RequestColumns, Routes
+from domain.columns import (
+    EstimateColumns,
+    FleetColumns,
+    Floats,
+    Mask,
+    RequestColumns,
+    Routes,
+)
 from domain.fleet import FleetSpec
 from domain.length import LengthDistribution
 from domain.outcome import Cause, Outcome, UsageSource
@@ -62,6 +69,8 @@ class LearnedEstimator:
         self._drift: dict[str, PageHinkley] = {}
         self._variants: tuple[str, ...] = ()
         self._priors: list[float] = []
+        self._variant_of = np.zeros(0, np.int64)
+        self._judged: dict[str, Floats] = {}
 
     @property
     def version(self) -> str:
@@ -82,8 +91,10 @@ class LearnedEstimator:
         self._base.bind(fleet, routes)
         self.latency.bind(fleet)
         self._prefill = routes.prefill.tolist()
-        self._variants = tuple(fleet.variants[v].name for v in routes.variant.tolist())
-        self._priors = [self._base.rate(fleet.variants[v]) for v in routes.variant.tolist()]
+        self._variants = tuple(variant.name for variant in fleet.variants)
+        self._priors = [self._base.rate(variant) for variant in fleet.variants]
+        self._variant_of = routes.variant
+        self._judged.clear()
 
     def length(self, request: InferenceRequest) -> LengthDistribution:
         """Forecast of the request, its P90 corrected to cover 90 % of this tenant's answers."""
@@ -122,20 +133,24 @@ class LearnedEstimator:
         """The baseline's columns, with learned quality where a request carries features."""
         self._base.fill(requests, fleet, routes, mask, now, out, requests_of)
         self.latency.fill(requests, fleet, routes, mask, self._base.step_factors, now, out)
-        if self._quality_model is None or len(set(self._variants)) < 2:
+        if self._quality_model is None or len(self._variants) < 2:
             return
         for i, request in enumerate(requests_of):
+            good = self._quality(self._quality_model, request)[self._variant_of]
+            np.copyto(out.quality[i], good, where=mask[i])
+
+    def _quality(self, model: QualityModel, request: InferenceRequest) -> Floats:
+        """P(good) of every variant, (variants,); asked once for a request, however often it is
+        looked at.
+        """
+        judged = self._judged.get(request.id)
+        if judged is None:
             features = np.array(request.features, np.float64)
-            names = list(self._variants)
-            found = dict(
-                zip(
-                    names,
-                    self._quality_model.predict(features, names, self._priors),
-                    strict=True,
-                )
-            )
-            for c in np.flatnonzero(mask[i]).tolist():
-                out.quality[i, c] = found[names[c]]
+            judged = np.array(model.predict(features, list(self._variants), self._priors))
+            if len(self._judged) >= REMEMBERED:
+                self._judged.pop(next(iter(self._judged)))
+            self._judged[request.id] = judged
+        return judged
 
     def basis(self, index: int, route: int) -> tuple[float, ...]:
         """The row of the chosen route, for the next fit."""
@@ -145,8 +160,8 @@ class LearnedEstimator:
         """Move the base rate that a variant's learned quality starts from."""
         rate = self._base.feedback(variant, score)
         if rate is not None:
-            named = zip(self._variants, self._priors, strict=True)
-            self._priors = [rate if name == variant else prior for name, prior in named]
+            self._priors[self._variants.index(variant)] = rate
+            self._judged.clear()
         return rate
 
     def swap(self, version: str, data: bytes) -> None:
@@ -157,6 +172,7 @@ class LearnedEstimator:
         """Take one outcome in: conformal rank and drift of the forecast, then the baseline's."""
         request, usage = outcome.request, outcome.usage
         kept = self._forecasts.pop(request.id, None)
+        self._judged.pop(request.id, None)
         counted = usage.source is not UsageSource.NONE and usage.completion >= 1
         counted = counted and request.choices == 1  # else it may be the tokens of one, or of all
         if counted and outcome.cause in {Cause.FINISHED, Cause.CLIENT_GONE}:
@@ -221,7 +237,8 @@ def load_parts(
     except ArtifactError:
         _log.exception("learned lengths are off, running lengths serve")
     try:
-        judge = None if quality is None else QualityModel.load(quality)
+        text = None if model is None else model.text
+        judge = None if quality is None else QualityModel.load(quality, text)
     except ArtifactError:
         _log.exception("learned quality is off, the variants' priors serve")
     try:

@@ -81,6 +81,30 @@ class Kernel(NamedTuple):
         return similar
 
 
+class KernelScores:
+    """Scores of one request at a time by a kernel and the text encoder it was fitted with."""
+
+    def __init__(self, kernel: Kernel, text: TextEncoder) -> None:
+        if kernel.landmarks.shape[1] != text.size + DENSE_SIZE:
+            raise ShapeError(f"landmarks have {kernel.landmarks.shape[1]} columns")
+        self._kernel, self._text = kernel, text
+        self._columns = np.ascontiguousarray(kernel.landmarks.T, np.float32)
+        self._alpha = np.ascontiguousarray(kernel.alpha)
+        self._scale = -0.5 / kernel.width**2
+        self._native: Callable[..., None] | None = None
+
+    def __call__(self, features: Floats) -> Floats:
+        """Scores (S,) of a request's vector."""
+        position = self._kernel.position(features[:DENSE_SIZE], self._text.embed(features))
+        found = np.zeros(self._alpha.shape[1])
+        near = position.astype(np.float32)
+        arguments = (near, self._columns, self._alpha, self._scale, found)
+        if self._native is None:
+            self._native = compiled(_score, *arguments)
+        self._native(*arguments)
+        return found
+
+
 class LengthGbdt:
     """A fitted length model; pure, so the same question gives the same answer.
 
@@ -91,18 +115,15 @@ class LengthGbdt:
         try:
             arrays = dict(artifact.arrays)
             self.version = artifact.version
-            self._text = TextEncoder.of(artifact)
-            self._kernel = kernel_from(arrays)
+            self.text = TextEncoder.of(artifact)
+            kernel = kernel_from(arrays)
+            self._kernel_scores = KernelScores(kernel, self.text)
             self._forest = forest_from(arrays)
-            scores = self._kernel.alpha.shape[1]
-            self._row_size = row_size(scores)
+            self._row_size = row_size(kernel.alpha.shape[1])
             check(self._forest, self._row_size)
             self._low = np.asarray(arrays["range_low"], np.float64)
             self._high = np.asarray(arrays["range_high"], np.float64)
             self._check_shapes()
-            self._columns = np.ascontiguousarray(self._kernel.landmarks.T, np.float32)
-            self._alpha = np.ascontiguousarray(self._kernel.alpha)
-            self._score: Callable[..., None] | None = None
             self._walk: Callable[..., None] | None = None
         except (KeyError, ShapeError, ValueError, TypeError, IndexError) as exc:
             raise ArtifactError(f"length artifact does not fit together: {exc}") from exc
@@ -110,9 +131,6 @@ class LengthGbdt:
     def _check_shapes(self) -> None:
         if self._low.shape != (DENSE_SIZE,) or self._high.shape != (DENSE_SIZE,):
             raise ShapeError(f"training ranges must be ({DENSE_SIZE},)")
-        width = self._kernel.landmarks.shape[1]
-        if width != self._text.size + DENSE_SIZE:
-            raise ShapeError(f"landmarks have {width} columns")
 
     @classmethod
     def load(cls, path: Path) -> LengthGbdt:
@@ -150,15 +168,7 @@ class LengthGbdt:
 
     def scores(self, features: Floats) -> Floats:
         """Kernel regressions of one request, (S,): expected rank of its length as a z value."""
-        kernel = self._kernel
-        position = kernel.position(features[:DENSE_SIZE], self._text.embed(features))
-        found = np.zeros(kernel.alpha.shape[1])
-        scale = -0.5 / kernel.width**2
-        arguments = (position.astype(np.float32), self._columns, self._alpha, scale, found)
-        if self._score is None:
-            self._score = compiled(_score, *arguments)
-        self._score(*arguments)
-        return found
+        return self._kernel_scores(features)
 
     def factors(
         self, features: Floats, scores: Floats, model: str, own: LengthDistribution

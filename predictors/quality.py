@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from domain.errors import ShapeError
 from predictors.artifact import Artifact, ArtifactError, load
 from predictors.features import DENSE_SIZE, MODEL_SIZE, SCHEMA_HASH, SIZE, model_features
-from predictors.length_gbdt import forest_from, kernel_from
+from predictors.length_gbdt import KernelScores, forest_from, kernel_from
 from predictors.text import TextEncoder
 from predictors.trees import check, walk
 
@@ -45,50 +45,45 @@ def sigmoid(x: float) -> float:
 
 
 class QualityModel:
-    """A fitted quality model; pure.
+    """A fitted quality model; pure. `text` is the encoder that ships, if it is loaded already.
 
     Raises: ArtifactError at construction when the arrays do not fit each other or this version.
     """
 
-    def __init__(self, artifact: Artifact) -> None:
+    def __init__(self, artifact: Artifact, text: TextEncoder | None = None) -> None:
         try:
             arrays = dict(artifact.arrays)
             self.version = artifact.version
-            self._text = TextEncoder.of(artifact)
-            self._kernel = kernel_from(arrays)
+            kernel = kernel_from(arrays)
+            self._scores = KernelScores(kernel, TextEncoder.of(artifact, text))
             self._forest = forest_from(arrays)
             check(self._forest, ROW_SIZE)
             names = artifact.card["models"]
             self._column = {str(name): i + 1 for i, name in enumerate(names)}
             self._from = np.ascontiguousarray(arrays["calibration_from"], np.float64)
             self._to = np.ascontiguousarray(arrays["calibration_to"], np.float64)
-            self._check_shapes()
+            self._check_shapes(kernel.alpha.shape[1])
         except (KeyError, ShapeError, ValueError, TypeError, IndexError) as exc:
             raise ArtifactError(f"quality artifact does not fit together: {exc}") from exc
 
-    def _check_shapes(self) -> None:
-        if len(self._column) + 1 != self._kernel.alpha.shape[1]:
+    def _check_shapes(self, columns: int) -> None:
+        if len(self._column) + 1 != columns:
             raise ShapeError("one kernel column per known model, and one for all")
         rising = np.all(np.diff(self._from) > 0) and np.all(np.diff(self._to) >= 0)
         if self._from.ndim != 1 or self._from.shape != self._to.shape or not rising:
             raise ShapeError("calibration must be a rising curve")
-        if self._kernel.landmarks.shape[1] != self._text.size + DENSE_SIZE:
-            raise ShapeError("landmarks do not fit the text encoder")
 
     @classmethod
-    def load(cls, path: Path) -> QualityModel:
+    def load(cls, path: Path, text: TextEncoder | None = None) -> QualityModel:
         """Read an artifact file.
 
         Raises: ArtifactError as `predictors.artifact.load` and the constructor.
         """
-        return cls(load(path, kind=KIND, schema=SCHEMA_HASH))
+        return cls(load(path, kind=KIND, schema=SCHEMA_HASH), text)
 
     def scores(self, features: Floats) -> Floats:
         """Kernel columns of one request: difficulty over all models, then per known model."""
-        embedding = self._text.embed(features)
-        position = self._kernel.position(features[None, :DENSE_SIZE], embedding[None])
-        found: Floats = (self._kernel.phi(position) @ self._kernel.alpha)[0]
-        return found
+        return self._scores(features)
 
     def predict(self, features: Floats, models: list[str], priors: list[float]) -> list[float]:
         """P(good) of each variant, given its base rate; never raises for a strange vector."""

@@ -79,6 +79,7 @@ class TextEncoder:
             self._keys = np.full(REMEMBERED, -1, np.int64)
             self._products = np.zeros((REMEMBERED, 3 * h), np.float32)
             self._native: Callable[..., float] | None = None
+        self._last: tuple[bytes, Floats] = b"", np.zeros(self.size)
 
     @classmethod
     def packaged(cls) -> TextEncoder:
@@ -93,14 +94,15 @@ class TextEncoder:
         return encoder
 
     @classmethod
-    def of(cls, artifact: Artifact) -> TextEncoder:
-        """The encoder a model was fitted with: its own arrays, else the one that ships.
+    def of(cls, artifact: Artifact, loaded: TextEncoder | None = None) -> TextEncoder:
+        """The encoder a model was fitted with: its own arrays, else the one that ships, which may
+        be `loaded` already.
 
         Raises: ShapeError where the fit used another version of the one that ships.
         """
         if "text_index" in artifact.arrays:
             return cls.from_arrays(artifact.arrays, "text_")
-        encoder = cls.packaged()
+        encoder = cls.packaged() if loaded is None or not loaded.version else loaded
         if artifact.card.get("text") != encoder.version:
             raise ShapeError(
                 f"fitted with text encoder {artifact.card.get('text')!r}, this version ships"
@@ -109,7 +111,15 @@ class TextEncoder:
         return encoder
 
     def embed(self, features: Floats) -> Floats:
-        """Embedding (D,) of one feature vector."""
+        """Embedding (D,) of one feature vector; not to be written to. The last one is remembered:
+        several models ask about the same request.
+        """
+        words = features[DENSE_SIZE:].tobytes()
+        if self._last[0] != words:
+            self._last = words, self._embed(features)
+        return self._last[1]
+
+    def _embed(self, features: Floats) -> Floats:
         if self._network is None:
             ids = np.clip(features[DENSE_SIZE:], 0, WORD_IDS - 1).astype(np.int64)
             vector = self._table[self._index[ids]].sum(0).astype(np.float64)

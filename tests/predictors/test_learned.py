@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from domain.columns import estimate_columns
 from domain.length import LengthDistribution
 from domain.outcome import Cause, Outcome, Usage, UsageSource
 from predictors.config import LearnedConfig
@@ -10,6 +11,7 @@ from predictors.learned import LearnedEstimator, corrected
 from predictors.length_gbdt import STRETCHES, LengthGbdt
 from tests.fakes.length_model import toy
 from tests.fakes.shells import request
+from tests.fakes.states import random_spec, random_state
 
 
 def ask(text, id_="a", **more):
@@ -117,3 +119,46 @@ def test_memory_of_forecasts_is_bounded(monkeypatch):
     for i in range(50):
         estimator.length(ask("long", f"r{i}"))
     assert len(estimator._forecasts) <= 10
+
+
+class Judge:
+    """Counts how often it is asked; an answer is as good as the prior says."""
+
+    version = "judge"
+
+    def __init__(self):
+        self.asked = []
+
+    def predict(self, features, models, priors):
+        self.asked.append(tuple(models))
+        return list(priors)
+
+
+def test_quality_is_asked_once_for_a_request_and_follows_feedback():
+    """Looked at again while it is held, or with many replicas: one question about each variant."""
+    state = random_state(3)
+    spec = random_spec(np.random.default_rng(0), len(state.fleet.usable))
+    estimator = LearnedEstimator(quality=Judge())
+    estimator.bind(spec, state.routes)
+    judge = estimator._quality_model
+    people = [request(f"q{i}") for i in range(len(state.requests.prompt))]
+
+    def seen():
+        out = estimate_columns(*state.mask.shape)
+        estimator.fill(
+            state.requests, state.fleet, state.routes, state.mask, state.now, out, people
+        )
+        return out.quality
+
+    names = tuple(v.name for v in spec.variants)
+    for _ in range(3):
+        quality = seen()
+    assert judge.asked == [names] * len(people)
+    for i, c in np.argwhere(state.mask):
+        variant = spec.variants[state.routes.variant[c]]
+        assert quality[i, c] == pytest.approx(variant.quality)
+    estimator.feedback(names[0], 0.0)
+    worse = seen()
+    i, c = np.argwhere(state.mask & (state.routes.variant == 0))[0]
+    assert worse[i, c] < quality[i, c]
+    assert np.array_equal(worse[~state.mask], quality[~state.mask])
