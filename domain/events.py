@@ -75,13 +75,14 @@ class FirstToken:
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Tokens seen so far by many attempts at once: parallel tuples of replica index, slot and count
-    (whole tokens).
+    (whole tokens), and of when the last of them came; `last` is empty where that is not known.
     """
 
     at: float
     replicas: tuple[int, ...]
     slots: tuple[int, ...]
     tokens: tuple[int, ...]
+    last: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,9 @@ class Estimator(Protocol):
     ) -> None:
         """Write the predictions of every masked (request, route) into `out`."""
 
+    def stepped(self, replicas: Sequence[int], times: Sequence[float]) -> None:
+        """A token came from each of these replicas at these times, so a step of it had ended."""
+
     def basis(self, index: int, route: int) -> tuple[float, ...]:
         """What a learned latency model saw of the `index`-th request on a route at the last `fill`,
         for `Prediction.basis`; empty where there is none.

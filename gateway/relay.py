@@ -297,13 +297,18 @@ class Relay:
 
     def tokens(self, attempt: int) -> int:
         """Content events of a running attempt so far; 0 if there is no such attempt."""
+        running = self.running(attempt)
+        return 0 if running is None else running.events
+
+    def running(self, attempt: int) -> Attempt | None:
+        """A running attempt by its number."""
         winner = self._winner
         if winner is not None and winner.number == attempt and not self.over:
-            return winner.events
+            return winner
         for running in self._attempts:
             if running.number == attempt:
-                return running.events
-        return 0
+                return running
+        return None
 
     # for the reply
 

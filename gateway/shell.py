@@ -588,15 +588,19 @@ class Shell:
         replicas: list[int] = []
         slots: list[int] = []
         counts: list[int] = []
+        last: list[float] = []
         for pending in self._open.values():
             send = pending.send
-            if send is not None and (count := pending.relay.tokens(send.attempt)):
-                replicas.append(send.replica)
-                slots.append(send.slot)
-                counts.append(count)
+            running = None if send is None else pending.relay.running(send.attempt)
+            if send is None or running is None or running.last_at is None:
+                continue
+            replicas.append(send.replica)
+            slots.append(send.slot)
+            counts.append(running.events)
+            last.append(running.last_at)
         if not replicas:
             return
-        event = Progress(at, tuple(replicas), tuple(slots), tuple(counts))
+        event = Progress(at, tuple(replicas), tuple(slots), tuple(counts), tuple(last))
         actions = self._core.handle(event)
         if self._event_log is not None:
             self._event_log.append(event, actions)

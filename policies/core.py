@@ -422,6 +422,8 @@ class DecisionCore:
     def _progress(self, event: Progress) -> list[Action]:
         if event.slots:
             self.state.progress(event, self._now)
+        if event.last:
+            self.estimator.stepped(event.replicas, event.last)
         return []
 
     def _attempt_ended(self, event: AttemptEnded) -> list[Action]:

@@ -146,6 +146,9 @@ class BaselineEstimator:
             out,
         )
 
+    def stepped(self, replicas: Sequence[int], times: Sequence[float]) -> None:
+        """Nothing: the roofline knows no phase."""
+
     def basis(self, index: int, route: int) -> tuple[float, ...]:  # noqa: ARG002 - learned ones do
         """Nothing: no learned latency model here."""
         return ()

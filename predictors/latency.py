@@ -3,8 +3,8 @@
 A step of a replica takes what its profile says (`domain.fleet.Profile`); here that formula is
 carried further than in `predictors.roofline`, with what a gateway knows and a metric does not show:
 
-- *Phase.* A token that ends a prompt, or an answer, ends a step of its replica. From the last such
-  moment and the pace the rest of the running step follows, which a new prompt must wait for.
+- *Phase.* A token comes when a step of its replica ends. From the last such moment and the pace the
+  rest of the running step follows, which a new prompt must wait for.
 - *Chunks.* A prompt is computed in whole chunks and a rest; each step takes the longer of reading
   memory and computing.
 - *Interference.* Prompts of others stretch the steps of those that decode: by the share rho of time
@@ -305,6 +305,10 @@ class Pace:
         self.seen[replica] += 1
         rate = max(0.02, 1.0 / self.seen[replica])
         rows[BATCH, replica] += rate * (batch - rows.item(BATCH, replica))
+
+    def stepped(self, replicas: Sequence[int], times: Sequence[float]) -> None:
+        """A token came from each of these replicas at these times: a step of it had ended."""
+        np.maximum.at(self.rows[BOUNDARY], np.array(replicas, np.int64), times)
 
     def prefilled(self, replica: int, at: float, cost: float) -> None:
         """A prompt has cost those who decode there so many seconds."""

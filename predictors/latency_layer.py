@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -230,7 +230,11 @@ class LatencyLayer:
         row[latency.USED] = float(used)
         return tuple(row.tolist())
 
-    # ---- outcomes
+    # ---- what comes in
+
+    def stepped(self, replicas: Sequence[int], times: Sequence[float]) -> None:
+        """A token came from each of these replicas at these times."""
+        self._pace.stepped(replicas, times)
 
     def learn(self, outcome: Outcome, prefill: int) -> None:
         """Take one outcome in; `prefill` is the replica that computed its prompt."""

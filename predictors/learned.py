@@ -152,6 +152,10 @@ class LearnedEstimator:
             self._judged[request.id] = judged
         return judged
 
+    def stepped(self, replicas: Sequence[int], times: Sequence[float]) -> None:
+        """When steps ended, for the phase of those that run."""
+        self.latency.stepped(replicas, times)
+
     def basis(self, index: int, route: int) -> tuple[float, ...]:
         """The row of the chosen route, for the next fit."""
         return self.latency.basis(index, route)

@@ -25,13 +25,14 @@ from typing import Any
 
 import numpy as np
 
-from backends.sim.fleet import FleetModel, Happening
+from backends.sim.fleet import FleetModel
 from domain.columns import EstimateColumns, FleetColumns, Mask, RequestColumns, Routes
 from domain.request import InferenceRequest
 from predictors.artifact import save
 from predictors.joint import Reliability
 from predictors.latency_gbdt import MIDDLE, LatencyGbdt
 from predictors.latency_layer import LEAST_TOKENS
+from training.alone import Alone
 from training.dataset import data_folder
 from training.evaluate import policy_named
 from training.fit_latency import FitConfig, fit
@@ -241,22 +242,20 @@ def reliability(p: Floats, met: Floats, bins: int = 10) -> list[dict[str, float]
 
 
 class Probing(LearnedLatency):
-    """Lives through every candidate of some decisions in a copy of the fleet model, alone, and
-    notes whether the best by prediction was the best in truth.
+    """Lives through every candidate of some decisions alone, and notes whether the best by
+    prediction was the best in truth.
     """
 
-    def __init__(self, *args: Any, every: int = 23) -> None:
+    def __init__(self, *args: Any, every: int = 23, most: int = PROBES) -> None:
         super().__init__(*args)
-        self._every = every
+        self._every, self._most = every, most
         self._calls = 0
-        self._live: FleetModel | None = None
-        self._case: Case | None = None
-        self._copy: FleetModel | None = None
+        self._alone: Alone | None = None
         self.found: list[dict[str, Floats]] = []
 
     def attach(self, model: FleetModel, case: Case) -> None:
         """The fleet model that is lived in."""
-        self._live, self._case = model, case
+        self._alone = Alone(case, model)
 
     def fill(
         self,
@@ -270,54 +269,20 @@ class Probing(LearnedLatency):
     ) -> None:
         """As it is, and now and then the truth beside it."""
         super().fill(requests, fleet, routes, mask, now, out, requests_of)
-        if len(requests_of) != 1 or mask[0].sum() < 3 or self._live is None:
+        if len(requests_of) != 1 or mask[0].sum() < 3 or self._alone is None:
             return
         self._calls += 1
-        if self._calls % self._every or len(self.found) >= PROBES:
+        if self._calls % self._every or len(self.found) >= self._most:
             return
         i, candidates = int(requests_of[0].id), np.flatnonzero(mask[0])
-        truth = np.array([self._alone(i, int(routes.decode[c]), now) for c in candidates])
-        case = self._case
-        length = 1.0 if case is None else float(case.trace.output[i])
+        truth = self._alone.ask(i, routes.decode[candidates].tolist(), now)
+        if not np.isfinite(truth).all():
+            raise RuntimeError("a probed request never ended")
         ttft = out.ttft[0, candidates, MIDDLE]
-        said = ttft + (length - 1.0) * out.tpot[0, candidates, MIDDLE]
+        said = ttft + (self._truth[i] - 1.0) * out.tpot[0, candidates, MIDDLE]
         self.found.append(
             {"ttft": ttft.copy(), "e2e": said, "true_ttft": truth[:, 0], "true_e2e": truth[:, 1]}
         )
-
-    def _alone(self, i: int, replica: int, now: float) -> tuple[float, float]:
-        """(TTFT, E2E) of request i on that replica if nothing else came, s."""
-        live, case = self._live, self._case
-        assert live is not None
-        assert case is not None
-        trace = case.trace
-        if self._copy is None:
-            blocks = trace.blocks if len(trace.blocks) else None
-            self._copy = FleetModel(
-                case.fleet.replicas,
-                len(live.physics.job),
-                blocks=blocks,
-                block_tokens=trace.block_tokens,
-            )
-        copy = self._copy
-        for mine, theirs in zip(copy.physics, live.physics, strict=True):
-            if isinstance(mine, np.ndarray) and isinstance(theirs, np.ndarray):
-                np.copyto(mine, theirs)
-        others = np.arange(len(case.fleet.replicas)) != replica
-        copy.physics.replica["end"][others] = np.inf
-        low, high = int(trace.block_start[i]), int(trace.block_start[i + 1])
-        copy.put(i, int(trace.prompt[i]), int(trace.output[i]), replica, replica, (low, high), now)
-        copy.settle(now)
-        first = np.nan
-        for _ in range(1_000_000):
-            at, r = copy.next_at()
-            for kind, job in copy.happen(r):
-                if job == i and kind is Happening.FIRST_TOKEN:
-                    first = at - now
-                if job == i and kind is Happening.FINISHED:
-                    return first, at - now
-            copy.settle(at)
-        raise RuntimeError("a probed request never ended")
 
     def hits(self) -> dict[str, Any]:
         """Share of decisions whose best by prediction was the best in truth, strictly and within

@@ -17,6 +17,7 @@ from domain.columns import LOAD_GRID, EstimateColumns, FleetColumns, Mask, Reque
 from domain.fleet import FleetSpec
 from domain.length import QUANTILE_GRID
 from domain.outcome import Cause, Outcome
+from domain.ports import Estimator
 from domain.request import InferenceRequest
 from policies.config import PolicyConfig
 from policies.factory import build_core
@@ -36,9 +37,15 @@ class LearnedLatency(InformedEstimator):
     """
 
     def __init__(
-        self, truth: Ints, sigma: float, seed: int, model: LatencyGbdt | None = None
+        self,
+        truth: Ints,
+        sigma: float,
+        seed: int,
+        model: LatencyGbdt | None = None,
+        *,
+        calibrated: bool = False,
     ) -> None:
-        super().__init__(truth, sigma, seed)
+        super().__init__(truth, sigma, seed, calibrated=calibrated)
         self.latency = LatencyLayer(model)
         self._prefill: list[int] = []
 
@@ -61,6 +68,10 @@ class LearnedLatency(InformedEstimator):
         """The roofline's columns, refined."""
         super().fill(requests, fleet, routes, mask, now, out, requests_of)
         self.latency.fill(requests, fleet, routes, mask, self.step_factors, now, out)
+
+    def stepped(self, replicas: Sequence[int], times: Sequence[float]) -> None:
+        """When steps ended."""
+        self.latency.stepped(replicas, times)
 
     def basis(self, index: int, route: int) -> tuple[float, ...]:
         """The row of the chosen route."""
@@ -125,13 +136,23 @@ def logged(
     return lived(case, policy, estimator)
 
 
+Prepare = Callable[[FleetModel, Case], None]
+"""Is shown the fleet model before anything happens."""
+
+
 def lived(
-    case: Case,
-    policy: PolicyConfig,
-    estimator: LearnedLatency,
-    prepare: Callable[[FleetModel, Case], None] | None = None,
+    case: Case, policy: PolicyConfig, estimator: LearnedLatency, prepare: Prepare | None = None
 ) -> tuple[LatencyLog, Run, LearnedLatency]:
-    """As `logged`, with a given estimator; `prepare` is shown the fleet model first."""
+    """As `logged`, with a given estimator."""
+    run, outcomes = live(case, policy, estimator, prepare)
+    kinds = [class_of(r.profile) for r in case.fleet.replicas]
+    return _columns(outcomes, kinds, estimator), run, estimator
+
+
+def live(
+    case: Case, policy: PolicyConfig, estimator: Estimator, prepare: Prepare | None = None
+) -> tuple[Run, list[Outcome]]:
+    """A case through the live core with one gateway and this estimator."""
     core = build_core(
         policy.model_copy(update={"seed": case.core_seed(policy.seed)}),
         fleet=case.believed,
@@ -143,9 +164,7 @@ def lived(
     if prepare is not None:
         prepare(shell.model, case)
     run = shell.run()
-    kinds = [class_of(r.profile) for r in case.fleet.replicas]
-    outcomes = [o for o in shell.outcomes if o is not None]
-    return _columns(outcomes, kinds, estimator), run, estimator
+    return run, [o for o in shell.outcomes if o is not None]
 
 
 def _columns(outcomes: list[Outcome], kinds: list[str], estimator: LearnedLatency) -> LatencyLog:

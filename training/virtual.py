@@ -233,6 +233,7 @@ class VirtualShell:
             tuple(self._seat_of[jobs].tolist()),  # also where a stream was handed over
             tuple(self._slot_of[jobs].tolist()),
             tuple(counts.tolist()),
+            tuple(self._model.began(now)[self._seat_of[jobs]].tolist()),
         )
         self._handled(self._cores[g], event)
 

@@ -13,6 +13,7 @@ from enum import IntEnum
 import numpy as np
 
 from backends.sim import replica as kernels
+from backends.sim.phase import began_into
 from domain.fleet import Profile, ReplicaSpec
 from domain.native import compiled
 
@@ -60,6 +61,8 @@ class FleetModel:
         self._seen = [np.zeros(width, np.int64) for _ in range(3)]
         self._load = np.zeros(3)
         self._dirty: list[int] = []
+        self._steps = np.zeros(len(replicas))
+        self._began = compiled(began_into, ph, 0.0, self._steps)
 
     def put(
         self,
@@ -165,6 +168,11 @@ class FleetModel:
         n = self._progress(self.physics, now, *self._seen)
         replicas, jobs, counts = self._seen
         return replicas[:n], jobs[:n], counts[:n]
+
+    def began(self, now: float) -> kernels.Floats:
+        """When every replica began its running step, (m,) s; a view that the next call reuses."""
+        self._began(self.physics, now, self._steps)
+        return self._steps
 
     def reading(self, r: int, now: float) -> tuple[float, float, float]:
         """(running, waiting, share of KV in use) as the replica's metrics would show."""

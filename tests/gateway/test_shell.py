@@ -107,6 +107,9 @@ class FakeRelay:
     def tokens(self, attempt):
         return self.count
 
+    def running(self, attempt):
+        return SimpleNamespace(events=self.count, last_at=100.01 if self.count else None)
+
 
 class Bench:
     """A shell over a scripted core and a clock that stands still."""
@@ -321,7 +324,7 @@ def test_progress_is_pulled_once_for_many_decisions(bench):
     bench.now += 0.021
     opened(bench, at=bench.now)
     opened(bench, at=bench.now + 0.01)
-    assert bench.core.of(Progress) == [Progress(bench.now, (0,), (7,), (5,))]
+    assert bench.core.of(Progress) == [Progress(bench.now, (0,), (7,), (5,), (100.01,))]
     bench.now += 0.04
     opened(bench, at=bench.now)
     assert len(bench.core.of(Progress)) == 2

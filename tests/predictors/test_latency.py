@@ -208,6 +208,24 @@ def test_the_bound_stretches_until_it_covers():
     assert np.mean(below[300:]) == pytest.approx(0.9, abs=0.03)
 
 
+def test_a_token_tells_the_phase_of_the_running_step():
+    """Just after a token the whole step is still to be waited for, a little later less of it."""
+    state = random_state(4)
+    estimator = bound(state, LatencyGbdt(toy()), shortlist=64)
+    state.fleet.backlog_tokens[:] = state.fleet.foreign_backlog[:] = 0.0
+    state.fleet.n_streams[:] = 0
+    state.fleet.running[:] = 3.0
+    i, c = choices(state)[0]
+    replica = int(state.routes.prefill[c])
+    waits = []
+    for ago in (1e-6, 1e-3):
+        estimator.bind(random_spec(np.random.default_rng(0), len(state.fleet.usable)), state.routes)
+        estimator.latency._pace.rows[latency.BOUNDARY] = -60.0
+        estimator.stepped((replica, replica), (state.now - ago, state.now - 30.0))
+        waits.append(prediction_of(estimator, fill(estimator, state), i, c).ttft[MIDDLE])
+    assert waits[0] - waits[1] == pytest.approx(1e-3, rel=0.01)
+
+
 @pytest.mark.parametrize("ttft", [0.0, -1.0, 1e-300, 1e300, math.nan, math.inf])
 def test_absurd_outcomes_teach_nothing_absurd(ttft):
     state = random_state(10)
