@@ -291,12 +291,13 @@ class Candidate(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Send:
     """Send the request now along `route`: to `replica` (index), under engine slot `slot`, for the
-    `attempt`-th time.
+    `attempt`-th time. `route` is None where the fleet has changed since it was chosen and has no
+    such route any more.
     """
 
     id: str
     attempt: int
-    route: int
+    route: int | None
     replica: int
     prefill: int
     slot: int

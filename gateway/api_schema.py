@@ -55,6 +55,28 @@ STATUS = _object(
     open=_list(_object(id=TEXT, tenant=TEXT, model=TEXT, age=NUMBER, tokens=COUNT)),
     recent=_list(RECORD),
 )
+POOLS = _list(_object(low_tokens=NUMBER, high_tokens=NUMBER_OR_NULL, replicas=COUNT))
+PLAN = _object(
+    made_at=NUMBER_OR_NULL,
+    window_s=NUMBER,
+    applied={"const": False},
+    variants=_list(
+        _object(
+            variant=TEXT,
+            requests_per_s=NUMBER,
+            growth=NUMBER,
+            pressure=_object(ttft=NUMBER, tpot=NUMBER),
+            replicas=_object(now=COUNT, wanted=COUNT, reason=TEXT),
+            pools=_object(
+                now=POOLS,
+                wanted=POOLS,
+                missed_per_s_now=NUMBER,
+                missed_per_s_then=NUMBER,
+                reason=TEXT,
+            ),
+        )
+    ),
+)
 FEEDBACK = _object(
     object={"const": "feedback"},
     id=TEXT,

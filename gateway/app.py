@@ -32,12 +32,14 @@ from gateway.fleet import OpenFleet
 from gateway.intake import Estimate, Identify, Intake, request_ids
 from gateway.metrics import Metrics
 from gateway.monitor import Monitor, Pace
+from gateway.planner import Planner
 from gateway.relay import Plane
 from gateway.routes import Desk, answers, build_router, inference_routes, join
 from gateway.server import GatewayServer, ServerLimits
 from gateway.shell import Core, LearnTokens, Shell
 from gateway.siblings import Alone, Siblings
 from gateway.tenants import AdminKey
+from policies.config import ElasticConfig
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +79,8 @@ class Parts:
     features: Callable[[RequestFacts], tuple[float, ...]] | None = None
     siblings: Siblings | None = None
     """The other worker processes on the same port; None where there is only this one."""
+    elastic: ElasticConfig | None = None
+    """How plans for the fleet are made; None: they are not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +142,13 @@ async def running(parts: Parts) -> AsyncIterator[Gateway]:
         shell.start(await stack.enter_async_context(parts.open_store(ports)))
         monitor = Monitor(parts.fleet.targets, shell, _pace(parts.monitor))
         await stack.enter_async_context(monitor.watching())
+        planner = None
+        if parts.elastic is not None:
+            workers = parts.server.workers if parts.siblings is not None else 1
+            planner = Planner(parts.elastic, lambda: shell.fleet, workers=workers)
+            log.readers.append(planner.saw)
+            metrics.gauges.extend(planner.gauges())
+            await stack.enter_async_context(planner.planning())
         plane = Plane(dispatcher=shell, parser=RequestParser())
         admin_hash = parts.server.admin_key_hash
         desk = Desk(
@@ -148,6 +159,7 @@ async def running(parts: Parts) -> AsyncIterator[Gateway]:
             started_at=int(time.time()),
             admin_key=AdminKey(admin_hash) if admin_hash is not None else None,
             others=parts.siblings or Alone(),
+            planner=planner,
         )
         if parts.siblings is not None:
             await stack.enter_async_context(

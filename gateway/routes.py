@@ -32,6 +32,7 @@ from gateway.api_schema import (
     HEALTH,
     MODEL,
     MODELS,
+    PLAN,
     READY,
     RECORD,
     REPLICA,
@@ -48,6 +49,7 @@ from gateway.error_map import http_reply
 from gateway.feedback import read_feedback
 from gateway.intake import Identify
 from gateway.metrics import Metrics, Snapshot
+from gateway.planner import Planner
 from gateway.relay import ClientRequest, Plane
 from gateway.shell import Seat, Shell
 from gateway.siblings import Alone, Answer, Others
@@ -73,6 +75,8 @@ class Desk:
     admin_key: AdminKey | None = None
     """None: only this machine may administer."""
     others: Others = Alone()
+    planner: Planner | None = None
+    """None: no plan is made for the fleet."""
 
 
 def build_router(desk: Desk) -> APIRouter:
@@ -200,6 +204,17 @@ def build_router(desk: Desk) -> APIRouter:
         if tenant not in found:
             return _not_found(f"no tenant {tenant!r}; GET /admin/usage lists them")
         return _json(_usage(tenant, found[tenant], shared=shared))
+
+    @router.get(
+        "/admin/plan",
+        dependencies=administrator,
+        response_class=Response,
+        responses=answers_json(PLAN, _401=ERROR, _404=ERROR),
+    )
+    async def plan() -> Response:
+        if desk.planner is None:
+            return _not_found("no plan is made; a section `elastic` in the config asks for one")
+        return _json(desk.planner.plan)
 
     @router.post(
         "/admin/replicas/{name}/{verb}",

@@ -244,3 +244,17 @@ class TrialConfig(BaseModel):
     late: int = Field(default=3, ge=1)  # late decisions in 1,000
     faults: int = Field(default=3, ge=1)  # scores that are no numbers, in 1,000 decisions
     shifted: Share = 0.5  # of the last 200 decisions, outside what it was fitted on
+
+
+class ElasticConfig(BaseModel):
+    """What the fleet should be, worked out from what came lately; nothing is changed by it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    every_ms: float = Field(default=10_000.0, ge=100.0)  # a plan that changes faster is noise
+    window_ms: float = Field(default=120_000.0, ge=1_000.0)  # of requests that a plan is made for
+    warm_up_ms: float = Field(default=60_000.0, ge=0.0)  # until a started replica serves
+    target: float = Field(default=0.8, gt=0.0, le=1.0)  # of its limits that a prediction may use
+    margin: Share = 0.1  # by which other pools must be better
+    most_pools: int = Field(default=4, ge=1, le=8)  # more fragment a fleet
+    most_replicas: int = Field(default=64, ge=1, le=1024)  # of one variant

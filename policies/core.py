@@ -309,7 +309,7 @@ class DecisionCore:
             actions = self._shed(entry, Reason.RATE, now, retry_after=event.retry_after)
             return actions + self._release(now)
         entry.refusals += 1
-        entry.excluded.append(attempt.route)
+        entry.exclude(attempt.route)
         if entry.refusals <= 2 and self.state.served(entry.allowed, entry.excluded):
             return self._place(entry, now) + self._release(now)
         # Held until the next event: a refusal is momentary, so no route stays excluded.
@@ -436,7 +436,7 @@ class DecisionCore:
             self._retries += 1.0
             entry.attempt = None
             entry.state = "held"
-            entry.excluded.append(attempt.route)
+            entry.exclude(attempt.route)
             if not self.state.served(entry.allowed, entry.excluded):
                 entry.excluded.clear()
             return self._place(entry, now) + self._release(now)
@@ -540,7 +540,7 @@ class DecisionCore:
             last_token=last_token,
             route=attempt.route if attempt is not None else None,
             replica=attempt.replica if attempt is not None else None,
-            variant=self.state.variant[attempt.route] if attempt is not None else None,
+            variant=self.state.variant_of[attempt.replica] if attempt is not None else None,
             attempts=entry.attempts,
             usage=usage,
             prediction=attempt.prediction if attempt is not None else None,
@@ -572,8 +572,12 @@ class DecisionCore:
         return self._release(self._now)
 
     def _fleet_changed(self, event: FleetChanged) -> list[Action]:
-        """Take another fleet; requests that wait are re-checked against it."""
+        """Take another fleet; requests that wait are re-checked against it. Routes are numbered
+        anew: what runs keeps its replicas, and the number that they have now.
+        """
         self.state.change(event.fleet)
+        pairs = zip(self.state.decode, self.state.prefill, strict=True)
+        number = {pair: c for c, pair in enumerate(pairs)}
         self.estimator.bind(self.state.spec, self.state.routes)
         self._chooser.rebind()
         nowhere = np.zeros(len(self.state.decode), np.bool_)
@@ -582,6 +586,9 @@ class DecisionCore:
             allowed = self.state.by_model.get(entry.request.model)
             entry.excluded.clear()
             entry.allowed = nowhere if allowed is None else allowed
+            if entry.attempt is not None:
+                attempt = entry.attempt
+                attempt.route = number.get((attempt.replica, attempt.prefill))
             if entry.ticket:
                 self.queue.remove(entry)
                 if allowed is None:

@@ -231,6 +231,8 @@ class FleetState:
         self.decode: list[int] = table.routes.decode.tolist()
         self.prefill: list[int] = table.routes.prefill.tolist()
         self.variant: list[int] = table.routes.variant.tolist()
+        names = [v.name for v in spec.variants]
+        self.variant_of = [names.index(r.variant) for r in replicas]
         variants = [spec.variants[v] for v in self.variant]
         rates = [self._rates.get(v.name, v.quality) for v in variants]
         self.quality: Floats = np.array(rates, np.float64)

@@ -22,10 +22,12 @@ from policies.bucket import Account, Admission
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One booking: slot and replicas are the key under which the columns hold it."""
+    """One booking: slot and replicas are the key under which the columns hold it. `route` is None
+    once another fleet has no such route any more.
+    """
 
     number: int
-    route: int
+    route: int | None
     replica: int
     prefill: int
     slot: int
@@ -77,6 +79,11 @@ class Entry:
     claim: int | None = None
     warm_until: float = inf
     excluded: list[int] = field(default_factory=list)
+
+    def exclude(self, route: int | None) -> None:
+        """Do not try a route again, where it still is one."""
+        if route is not None:
+            self.excluded.append(route)
 
     @property
     def ripe(self) -> float:

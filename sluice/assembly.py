@@ -217,6 +217,7 @@ async def reloadable(
             event_header=event_header(settings, fleet.spec, tenants, now, midnight),
             features=feature_vector if settings.predictors.kind == "learned" else None,
             siblings=None if worker is None else worker.siblings,
+            elastic=settings.elastic,
         )
         gateway = await stack.enter_async_context(running(parts))
         children.watcher = gateway.shell

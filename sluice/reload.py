@@ -37,6 +37,7 @@ EVERY = 1.0
 
 RESTART = (
     "server", "store", "logs", "monitor", "breaker", "predictors", "local_cache", "policy_registry",
+    "elastic",
 )  # fmt: skip
 """Sections of which a change needs a restart."""
 

@@ -32,7 +32,7 @@ from gateway.config import (
     TimeoutsConfig,
 )
 from gateway.tenants import Name, TenantSection, load_tenants
-from policies.config import MarginalPolicy, PolicyConfig
+from policies.config import ElasticConfig, MarginalPolicy, PolicyConfig
 from predictors.config import BaselineConfig, EstimatorConfig
 
 Path_ = tuple[str | int, ...]
@@ -50,6 +50,7 @@ class Settings(Section):
     tenants_file: Path | None = None  # more of them, in a file of their own; beside this one
     policy: PolicyConfig = MarginalPolicy()
     policy_registry: Path | None = None  # folder of `sluice policy`; its active entry overrides
+    elastic: ElasticConfig | None = None  # what the fleet should be, on /admin/plan; None: not told
     predictors: EstimatorConfig = BaselineConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
     monitor: MonitorConfig = MonitorConfig()

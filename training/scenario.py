@@ -27,7 +27,9 @@ from training.traces import (
     burst,
     diurnal,
     drift,
+    early,
     gamma_arrivals,
+    late,
     merged,
     poisson,
     resampled,
@@ -83,6 +85,8 @@ class Source(_Section):
     options: dict[str, float] = {}  # of `training.traces.synthetic`
     seconds: Positive = 3600.0  # drawn of a generated mixture
     tenant: str | None = None  # its requests belong to this tenant
+    promise: str | None = None  # its requests are of this class; None: by the classes' shares
+    when: Literal["always", "early", "late"] = "always"  # most of it comes first, or last
 
 
 class Arrivals(_Section):
@@ -132,6 +136,15 @@ class Failure(_Section):
     noticed: NotNegative = 1.0  # s until the gateway knows
 
 
+class Changes(_Section):
+    """What may be done to the fleet while it serves, and what it costs (`backends.sim.actions`)."""
+
+    warm_up: NotNegative = 60.0  # s until a started engine serves
+    flip: NotNegative = 2.0  # s to change a replica's phase
+    down: tuple[int, ...] = ()  # replicas that are not started at first
+    layouts: dict[str, Annotated[int, Field(ge=1)]] = {}  # profiles to choose of, and their GPUs
+
+
 class Scenario(_Section):
     """One file under `configs/scenarios`."""
 
@@ -146,6 +159,7 @@ class Scenario(_Section):
     metrics: Metrics = Metrics()
     gateways: Annotated[int, Field(ge=1)] = 1
     failures: tuple[Failure, ...] = ()
+    changes: Changes = Changes()
     requests: Annotated[int, Field(ge=1)] = 6000
     warmup: Annotated[int, Field(ge=0)] = 300
     length_sigma: NotNegative | None = 0.6  # forecast = truth x log-normal; None: learned only
@@ -253,8 +267,7 @@ def build(
     fleet = _fleet(scenario, known)
     rng = np.random.default_rng([seed, 1])
     trace = _workload(scenario, rate, rng, Pools(data) if pools is None else pools)
-    shares = {name: promise.share for name, promise in scenario.classes.items()}
-    trace = with_classes(trace, shares, np.random.default_rng([seed, 2]))
+    trace = _classed(scenario, trace, np.random.default_rng([seed, 2]))
     if trace.tenants == ("default",) or scenario.tenants != {"default": 1.0}:
         trace = with_tenants(trace, scenario.tenants, np.random.default_rng([seed, 3]))
     limits = [promise.slo(0.0) for promise in scenario.classes.values()]
@@ -347,8 +360,12 @@ def _workload(scenario: Scenario, rate: float, rng: np.random.Generator, pools: 
     for source in scenario.workload:
         count = max(round(n * source.share / total), 1)
         part = _part(source, arrivals, count, rate * source.share / total, rng, pools)
+        if source.when != "always":
+            part = shaped(part, early() if source.when == "early" else late())
         if source.tenant is not None:
             part = with_tenants(part, {source.tenant: 1.0}, rng)
+        if source.promise is not None:
+            part = with_classes(part, {source.promise: 1.0}, rng)
         parts.append(part)
     trace = parts[0] if len(parts) == 1 else merged(parts)
     match arrivals.shape:
@@ -360,6 +377,27 @@ def _workload(scenario: Scenario, rate: float, rng: np.random.Generator, pools: 
             return shaped(trace, burst())
         case "flat":
             return trace
+
+
+def _classed(scenario: Scenario, trace: Trace, rng: np.random.Generator) -> Trace:
+    """The trace with its classes, in the scenario's order: drawn, but where a source names one.
+
+    Raises: ConfigError for a name that is no class.
+    """
+    names, before = tuple(scenario.classes), trace.classes
+    drawn = with_classes(trace, {name: p.share for name, p in scenario.classes.items()}, rng)
+    promised = {s.promise for s in scenario.workload if s.promise is not None}
+    if promised - set(names):
+        known = ", ".join(sorted(names))
+        raise ConfigError(
+            f"scenario {scenario.name!r}: unknown promise {min(promised - set(names))!r}; "
+            f"known: {known}"
+        )
+    if not promised:
+        return drawn
+    place = np.array([names.index(c) if c in promised else -1 for c in before], np.int64)
+    own = place[trace.class_id]
+    return replace(drawn, class_id=np.where(own < 0, drawn.class_id, own))
 
 
 def _part(

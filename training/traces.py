@@ -347,6 +347,16 @@ def drift(start: float = 0.5, end: float = 1.5) -> Callable[[Floats], Floats]:
     return lambda u: start + (end - start) * u
 
 
+def early(depth: float = 0.9) -> Callable[[Floats], Floats]:
+    """A rate that falls from 1 + depth to 1 - depth times the mean along half a cosine."""
+    return lambda u: 1.0 + depth * np.cos(np.pi * u)
+
+
+def late(depth: float = 0.9) -> Callable[[Floats], Floats]:
+    """`early` the other way round: together they keep the rate."""
+    return lambda u: 1.0 - depth * np.cos(np.pi * u)
+
+
 def burst(at: float = 0.5, width: float = 0.1, factor: float = 4.0) -> Callable[[Floats], Floats]:
     """`factor` times the rate in a window of `width` around `at` (shares of the duration)."""
     return lambda u: np.where(np.abs(u - at) <= width / 2.0, factor, 1.0)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -37,12 +37,13 @@ from domain.events import (
     Settle,
     Tick,
 )
+from domain.fleet import ReplicaSpec
 from domain.outcome import Cause, Outcome, Usage, UsageSource
 from domain.request import BLOCK_TOKENS, InferenceRequest
 from policies.core import DecisionCore
 from training.measures import ABSENT, MET, MISSED, OUT, Run
 from training.scenario import Case
-from training.traces import Trace
+from training.traces import Floats, Trace
 
 PULL = 0.02
 """Seconds after which token counts are pulled again before a decision."""
@@ -54,9 +55,37 @@ Listener = Callable[[Event, list[Action]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sight:
+    """What a controller sees of a fleet: descriptions and stages of its replicas, and by the first
+    gateway's books streams (m,) on each and prompt tokens (m,) that wait there for their prefill.
+    `held` prompt tokens wait at the gateways.
+    """
+
+    specs: Sequence[ReplicaSpec]
+    stages: Sequence[Stage]
+    running: Floats
+    backlog: Floats
+    held: float
+
+
+class Controller(Protocol):
+    """Changes a fleet while it serves: hears of arrivals, gives orders every `every` seconds."""
+
+    every: float
+
+    def arrived(self, now: float, request: InferenceRequest, expected: float | None) -> None:
+        """A request came; `expected` output tokens, None where it was refused at once."""
+        ...
+
+    def orders(self, now: float, sight: Sight) -> Sequence[Order]:
+        """What shall be done to the fleet now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
     """What is done to the fleet while it serves: orders with their times, seconds on the trace's
-    clock, what changes cost, and the replicas that are down at first.
+    clock, a controller that gives more, what changes cost, and the replicas that are down at first.
 
     The job of a `HandOver` is the number of its request. Gateways hear of every change at once.
     """
@@ -64,6 +93,7 @@ class Script:
     orders: tuple[tuple[float, Order], ...] = ()
     costs: Costs = field(default_factory=Costs)
     down: tuple[int, ...] = ()
+    controller: Controller | None = None
 
 
 class VirtualShell:
@@ -252,7 +282,12 @@ class VirtualShell:
             session=str(trace.session[i]),
             blocks=self._blocks.of(i),
         )
+        core = self._cores[i % len(self._cores)]
         self._tell(i % len(self._cores), Arrived(now, request))
+        if self._script is not None and self._script.controller is not None:
+            entry = core.open.get(request.id)
+            expected = None if entry is None else entry.expected
+            self._script.controller.arrived(now, request, expected)
 
     def _send(self, send: Send, now: float) -> AttemptEnded | None:
         """Put the attempt on its replica; what the core must hear if that refuses."""
@@ -366,6 +401,27 @@ class VirtualShell:
                 self._tell(g, AvailabilityChanged(0.0, r, usable=False))
         for at, order in self._script.orders:
             self._at(at, self._ordered(order))
+        if self._script.controller is not None:
+            self._at(self._script.controller.every, self._control)
+
+    def _control(self, now: float) -> None:
+        """Let the controller look, and carry out what it orders."""
+        assert self._actions is not None
+        assert self._script is not None
+        controller = self._script.controller
+        assert controller is not None
+        columns, actions = self._cores[0].columns, self._actions
+        waiting = [e for core in self._cores for e in core.queue.oldest(len(core.queue))]
+        sight = Sight(
+            specs=[actions.spec(r) for r in range(len(self._believed))],
+            stages=[actions.stage(r) for r in range(len(self._believed))],
+            running=columns.running.copy(),
+            backlog=columns.backlog_tokens.copy(),
+            held=sum(entry.prompt for entry in waiting),
+        )
+        for order in controller.orders(now, sight):
+            self._notify(actions.order(order, now), now)
+        self._at(now + controller.every, self._control)
 
     def _ordered(self, order: Order) -> Callable[[float], None]:
         def give(now: float) -> None:

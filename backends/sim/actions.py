@@ -61,7 +61,9 @@ class Flip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reshape:
-    """A replica is restarted with another profile: another parallel layout, precision or engine."""
+    """A replica is restarted, or started, with another profile: another parallel layout, precision
+    or engine.
+    """
 
     replica: int
     profile: Profile
@@ -139,6 +141,11 @@ class FleetActions:
             self._replicas[r].stage = Stage.DOWN
             model.close(r)
 
+    def spec(self, r: int) -> ReplicaSpec:
+        """What replica r is, or becomes once it is empty."""
+        x = self._replicas[r]
+        return x.spec if x.then is None else x.then
+
     def stage(self, r: int) -> Stage:
         """Where replica r stands."""
         return self._replicas[r].stage
@@ -182,6 +189,9 @@ class FleetActions:
             case Reshape(replica=r, profile=profile):
                 self._model.check_shape(profile)
                 spec = replace(self._replicas[r].spec, profile=profile)
+                if self.stage(r) is Stage.DOWN:
+                    self._pause(self._replicas[r], spec, self._costs.warm_up, now)
+                    return []
                 return self._drain(r, spec, self._costs.warm_up, now)
 
     def settle(self, now: float) -> list[Notice]:

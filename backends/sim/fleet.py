@@ -102,10 +102,10 @@ class FleetModel:
         return True
 
     def empty(self, r: int) -> bool:
-        """Whether no job is on replica r or on its way there."""
+        """Whether no job is on replica r or will come there from where it is now."""
         ph = self.physics
-        moving = ph.ready_job[: ph.n_moving[0]]
-        coming = (ph.job["decode_on"][moving] == r) & (ph.job["state"][moving] == kernels.MOVING)
+        state = ph.job["state"]
+        coming = (ph.job["decode_on"] == r) & (state != kernels.ABSENT) & (state != kernels.DONE)
         busy = ("n_decode", "n_waiting", "stretch")
         return not (coming.any() or any(ph.replica[name][r] for name in busy))
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from backends.sim.profiles import load_profiles, shipped
@@ -15,7 +16,7 @@ DATA = default_data()
 FOLDER = Path(__file__).parents[2] / "configs" / "scenarios"
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.yaml")), ids=lambda p: p.stem)
 def test_shipped_scenarios_load(path):
     scenario = read(path)
     assert scenario.name == path.stem
@@ -93,3 +94,37 @@ def test_a_source_may_belong_to_a_tenant():
     trace = build(scenario, 5.0, 1).trace
     shares = {name: (trace.tenant_id == k).mean() for k, name in enumerate(trace.tenants)}
     assert shares["two"] == pytest.approx(0.75)
+
+
+def two_sources(**fields):
+    return Scenario(
+        name="x",
+        fleet=(Replicas(profile="h100-bf16-14b"),),
+        workload=(
+            Source(share=1, when="early", promise="b", options={"prompt_median": 100}),
+            Source(share=3, when="late", options={"prompt_median": 4000}),
+        ),
+        classes={"a": Promise(ttft=1.0), "b": Promise(ttft=2.0), "c": Promise(ttft=3.0)},
+        requests=2000,
+        **fields,
+    )
+
+
+def test_a_source_may_come_first_or_last_and_have_a_class_of_its_own():
+    case = build(two_sources(), 10.0, 1)
+    short = case.ttft == 2.0
+    named = np.array(case.trace.classes)[case.trace.class_id] == "b"
+    half = case.trace.duration / 2
+    early, late = case.trace.arrival[case.trace.prompt < 300], case.trace.arrival[~short]
+    assert np.array_equal(short, named)
+    assert np.median(early) < 0.8 * half
+    assert np.median(late) > 1.1 * half
+    assert set(case.ttft[~short]) >= {1.0, 3.0}
+    assert case.trace.rate == pytest.approx(10.0, rel=0.15)
+
+
+def test_a_source_whose_class_is_not_there_is_named():
+    bad = two_sources()
+    bad = bad.model_copy(update={"classes": {"a": Promise()}})
+    with pytest.raises(ConfigError, match="unknown promise 'b'; known: a"):
+        build(bad, 1.0, 1)

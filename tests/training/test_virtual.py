@@ -296,6 +296,72 @@ def test_a_stream_that_is_handed_over_ends_once():
     assert run.busy[to] > before.busy[to]
 
 
+def test_who_runs_while_routes_are_numbered_anew_is_settled_where_it_ran():
+    """A replica that stops decoding takes its routes out of the table; what another one decodes
+    ends as ever, and the outcome names where that was.
+    """
+    pairs = (
+        Replicas(profile="h100-bf16-14b", count=1, phase="prefill"),
+        Replicas(profile="h100-bf16-14b", count=3, phase="decode"),
+    )
+    case = build(scenario(300, fleet=pairs), 20.0, 7)
+    orders = [(3.0, Flip(replica=1, phase="prefill")), (6.0, Flip(replica=2, phase="prefill"))]
+    run, heard, shell = scripted(orders, case)
+    assert sum(isinstance(e, FleetChanged) for e in heard) == 2
+    served = np.isfinite(run.sent)
+    assert served.sum() > 250
+    assert np.isfinite(run.last[served]).all()
+    assert (run.replica[run.sent > 6.0] == 3).all()
+    assert {o.variant for o in shell.outcomes if o.sent is not None} == {0}
+
+
+def test_a_replica_does_not_change_sides_before_all_it_shall_decode_has_come():
+    """A long prompt is still being computed elsewhere when its decoding replica is told to flip."""
+    pairs = (
+        Replicas(profile="h100-bf16-14b", phase="prefill"),
+        Replicas(profile="h100-bf16-14b", count=2, phase="decode"),
+    )
+    case = build(scenario(2, fleet=pairs), 1.0, 1)
+    long = trace(np.array([0.0, 0.01]), np.array([8000, 8000]), np.array([20, 20]))
+    case = replace(_with_trace(case, long), ttft=np.full(2, 9.0))
+    to = int(scripted([], case, "round_robin")[0].replica[1])
+    order = (0.6, Flip(replica=to, phase="prefill"))
+    run, _, _ = scripted([order], case, "round_robin")
+    assert run.replica[1] == to
+    assert np.isfinite(run.last).all()
+
+
+class Recorder:
+    """A controller that notes what it sees and drains a replica once."""
+
+    every = 2.0
+
+    def __init__(self):
+        self.came, self.seen = [], []
+
+    def arrived(self, now, request, expected):
+        self.came.append((now, request.prompt_tokens, expected))
+
+    def orders(self, now, sight):
+        self.seen.append((now, sight))
+        return [Drain(replica=0)] if len(self.seen) == 3 else []
+
+
+def test_a_controller_hears_of_arrivals_and_its_orders_are_carried_out():
+    case = build(scenario(500), 30.0, 7)
+    controller = Recorder()
+    run, _, shell = scripted([], case, controller=controller)
+    assert [at for at, _ in controller.seen[:3]] == [2.0, 4.0, 6.0]
+    assert [at for at, _, _ in controller.came] == run.arrival.tolist()
+    assert all(expected > 0 for _, _, expected in controller.came)
+    assert on(run, 0).max() <= 6.0
+    assert shell.actions.stage(0) is Stage.DOWN
+    stages = [sight.stages[0] for _, sight in controller.seen]
+    assert stages[2] is Stage.SERVING
+    assert stages[-1] is Stage.DOWN
+    assert max(sight.running.sum() for _, sight in controller.seen) > 3
+
+
 def test_an_order_out_of_turn_is_an_error():
     with pytest.raises(ValueError, match="serving, not down"):
         scripted([(1.0, Scale(replica=0, up=True))])

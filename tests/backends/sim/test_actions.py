@@ -159,3 +159,22 @@ def test_orders_out_of_turn_are_refused(actions):
         actions.order(Drain(replica=2), 0.0)
     with pytest.raises(ValueError, match="negative"):
         Costs(warm_up=-1.0)
+
+
+def test_a_replica_that_is_down_may_be_started_as_another_one(model, actions):
+    fast = replace(PROFILE, weights=0.005)
+    assert actions.order(Reshape(replica=2, profile=fast), 1.0) == []
+    assert actions.stage(2) is Stage.STILL
+    assert actions.due_at == 31.0
+    (notice,) = actions.settle(31.0)
+    assert notice.usable
+    assert notice.spec.profile == fast
+    assert put(model, 0, 2, 31.0)
+    assert ends(run_out(model)[0])[0] < 31.0 + 1.0
+
+
+def test_what_a_replica_becomes_is_known_while_it_drains(model, actions):
+    put(model, 0, 1, 0.0)
+    actions.order(Flip(replica=1, phase="prefill"), 0.1)
+    assert actions.stage(1) is Stage.DRAINING
+    assert actions.spec(1).phase == "prefill"
