@@ -102,7 +102,8 @@ def replay(
     """
     done = out / "report.json"
     if done.exists():
-        return json.loads(done.read_text())  # type: ignore[no-any-return]
+        kept: dict[str, Any] = json.loads(done.read_text())
+        return kept | {"joined": joined(out)}
     with Gateway(config, policy, out) as url:
         command = [sys.executable, "-m", "sluice", "replay", "-c", str(out / "gateway.yaml")]
         command += ["--url", url, "--trace", TRACES[trace][0], "--count", str(count), *SHAPE]
@@ -121,18 +122,25 @@ def replay(
     return report
 
 
-def joined(out: Path) -> dict[str, int]:
+def joined(out: Path) -> dict[str, Any]:
     """Whether decision log and requests join one to one by id, and each sent request has both
-    halves.
+    halves; Brier score of P(SLO) over these, and the base rate's. An answer's headers do not do for
+    that: a stream that waits has them before its route is chosen.
     """
     lines = [json.loads(x) for x in (out / "decisions.jsonl").read_text().splitlines()]
     ids = [line["id"] for line in lines]
     sent = [line for line in lines if line["outcome"]["sent"] is not None]
+    both = [line for line in sent if line["predicted"] is not None]
+    met = [float(line["outcome"]["met"]) for line in both]
+    share = statistics.fmean(met) if met else float("nan")
+    off = [(line["predicted"]["p_slo"] - y) ** 2 for line, y in zip(both, met, strict=True)]
     return {
         "lines": len(lines),
         "ids": len(set(ids)),
         "sent": len(sent),
-        "with_prediction": sum(line["predicted"] is not None for line in sent),
+        "with_prediction": len(both),
+        "brier": statistics.fmean(off) if off else float("nan"),
+        "brier_base_rate": share * (1.0 - share),
     }
 
 
@@ -245,7 +253,6 @@ def told(knees: dict[str, float], results: dict[str, dict[str, list[dict[str, An
         ]
         for policy, runs in policies.items():
             r = runs[0]
-            p = r["predictions"] or {"brier": float("nan"), "brier_base_rate": float("nan")}
             j = r["joined"]
             share = [x["attainment"] for x in runs]
             mean = statistics.mean(share)
@@ -255,7 +262,7 @@ def told(knees: dict[str, float], results: dict[str, dict[str, list[dict[str, An
                 f"| {mean:.3f}{spread} | {r['attainment_by_work']:.3f} "
                 f"| {r['ttft']['p50']:.2f} / {r['ttft']['p99']:.2f} "
                 f"| {1e3 * r['tpot']['p50']:.0f} / {1e3 * r['tpot']['p99']:.0f} "
-                f"| {p['brier']:.3f} / {p['brier_base_rate']:.3f} "
+                f"| {j['brier']:.3f} / {j['brier_base_rate']:.3f} "
                 f"| {j['ids']} of {r['requests']}, {j['with_prediction']} of {j['sent']} |"
             )
         lines.append("")
