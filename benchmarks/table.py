@@ -6,7 +6,7 @@
 
 Four steps, each kept in --out, so that a run that was stopped goes on where it was:
 
-1. every scorer with its defaults, and the marginal rule by work, in every scenario;
+1. every scorer with its defaults, and some variants (`ENTRANTS`), in every scenario;
 2. five scorers tuned (CMA-ES, equal budgets) for size-fair goodput@90 in four scenarios;
 3. the best three of those tuned for @99 in the mixed fleet;
 4. look-ahead and linear relaxation beside 1 in the scenarios of 2.
@@ -40,6 +40,17 @@ ROOT = Path(__file__).resolve().parent.parent
 TUNED_IN = ("heterogeneous", "homogeneous", "reasoning", "delay_500")
 TUNED = ("lmetric", "predicted", "just_enough", "best_fit", "marginal")
 BEST = ("just_enough", "best_fit", "marginal")
+ENTRANTS = [
+    "all",
+    "marginal_by_work=marginal:size=1",
+    "marginal_no_hold=marginal:hold_until=0",
+    "best_fit_50=best_fit:ttft_margin=0.5:tpot_margin=0.5",
+    "just_enough_50=just_enough:margin=0.5",
+    "actor",
+]
+"""With their defaults; and the rule by work, the rule that holds nobody back, two that use half of
+each limit, and the learned policy that is shipped.
+"""
 LOADS_99 = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 READING = "## What it says"
 SMALL_LOADS = (0.3, 0.6, 0.85, 1.0, 1.15, 1.4)
@@ -58,9 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--small", action="store_true", help="3 seeds, 6 loads, 24 options")
     parser.add_argument("--only", nargs="+", metavar="SCENARIO", help="step 1 in these alone")
-    parser.add_argument(
-        "--policies", nargs="+", default=["all", "marginal_by_work=marginal:size=1"]
-    )
+    parser.add_argument("--policies", nargs="+", default=ENTRANTS)
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--data", type=Path)
     parser.add_argument("--out", type=Path, default=Path("table-out"))
