@@ -1,15 +1,17 @@
-"""Arrays that compiled code only borrows.
+"""Arrays that compiled code only borrows, and what else keeps them cheap to hand around.
 
 Numba counts references, with atomic instructions, whenever it takes an array out of a tuple. In the
 compiled loop that was three quarters of the time (`perf record`, 8 replicas, round robin). An array
-without an owner is not counted.
+without an owner is not counted. A call copies the description of every array it is handed, 2 KB
+for a fleet's columns; that was a quarter of what was left, so large functions are `inlined`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from numba import types
+from llvmlite import ir
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
@@ -91,4 +93,35 @@ def _inside(context: Any, builder: Any, kind: Any, result: Any, value: Any, i: A
 at: Any = intrinsic(_at)
 """A named tuple of the i-th parts along the first axis of every array in this one, borrowed; what
 is no array stays. Arrays must be C-contiguous, with two axes or more; the index is not checked.
+"""
+
+
+def inlined(function: Any) -> Any:
+    """A compiled function of another module, to be put in place of every call; for functions of
+    many arrays that are called from one or two places.
+    """
+    return njit(error_model="numpy", forceinline=True)(function.py_func)
+
+
+def _prefetch(_typing: Any, kind: Any, i: Any, k: Any) -> Any:
+    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        array = make_array(kind)(context, builder, arguments[0])  # type: ignore[no-untyped-call]
+        place = [context.cast(builder, arguments[1], i, types.intp)]
+        place.append(context.cast(builder, arguments[2], k, types.intp))
+        at = cgutils.get_item_pointer(  # type: ignore[no-untyped-call]
+            context, builder, kind, array, place, wraparound=False
+        )
+        byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kinds = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
+        hint = cgutils.get_or_insert_function(builder.module, kinds, "llvm.prefetch.p0")  # type: ignore[no-untyped-call]
+        read, near, data = flag(0), flag(3), flag(1)
+        builder.call(hint, [builder.bitcast(at, byte), read, near, data])
+        return context.get_dummy_value()
+
+    return types.void(kind, i, k), code
+
+
+prefetch: Any = intrinsic(_prefetch)
+"""Ask the processor for the cache line of array[i, k], which will be read soon; the indices are
+not checked.
 """

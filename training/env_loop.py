@@ -29,9 +29,13 @@ from domain.columns import (
     Routes,
 )
 from policies import encoding, kernels
-from predictors.roofline import roofline_into
-from training.borrowed import at, borrowed
+from predictors import roofline
+from training.borrowed import at, borrowed, inlined, prefetch
 from training.fast_queue import Records, record
+
+fire, plan, reading_into = inlined(sim.fire), inlined(sim.plan), inlined(sim.reading_into)
+merge_reading, roofline_into = inlined(kernels.merge_reading), inlined(roofline.roofline_into)
+encode_request, encode_route = inlined(encoding.encode_request), inlined(encoding.encode_route)
 
 NONE = -1
 QUEUE = 64
@@ -183,16 +187,23 @@ def _ask(x: Fleets, sc: Scratch, out: Results, fl: FleetColumns, f: int, g: int,
     """Write the decision on request i, which `_look` has looked at."""
     now, m = x.state[0].now, x.state[0].replicas
     es = sc.estimates
+    # the streams of hundreds of fleets do not fit into the cache: without this, a third is waiting
+    for r in range(m):
+        if fl.n_streams[r] > 0:
+            prefetch(fl.tokens, r, 0)
+            prefetch(fl.first_at, r, 0)
+            prefetch(fl.expected, r, 0)
+            prefetch(fl.tpot_limit, r, 0)
     roofline_into(sc.requests, fl, sc.routes, sc.room, sc.scales, now, es)
     x.state[0].asking = i
     x.state[0].decisions += 1
     room = sc.room[0, :m]
-    encoding.encode_request(sc.requests, 0, room, float(x.queued[g]), now, out.request[f])
+    encode_request(sc.requests, 0, room, float(x.queued[g]), now, out.request[f])
     for c in range(m):
         if sc.room[0, c]:
             es.p_slo[0, c] = es.p_raw[0, c]
             es.quality[0, c] = x.quality[c]
-        encoding.encode_route(
+        encode_route(
             sc.requests, fl, sc.routes, es, 0, c, sc.allowed[0, c], sc.room[0, c], now,
             out.routes[f, c],
         )  # fmt: skip
@@ -288,7 +299,7 @@ def _next(x: Fleets, sc: Scratch, out: Results, f: int) -> int:
     now = min(when, arrival, read, told, expiry)
     x.state[0].now = now
     if when == now:
-        count = sim.fire(x.physics, r, sc.kinds, sc.jobs)
+        count = fire(x.physics, r, sc.kinds, sc.jobs)
         x.dirty[r] = 1
         for e in range(count):
             _happened(x, out, f, sc.kinds[e], sc.jobs[e])
@@ -298,14 +309,14 @@ def _next(x: Fleets, sc: Scratch, out: Results, f: int) -> int:
         load = x.readings[place]
         for g in range(st.gateways):
             x.measured_at[g, who] = load[0]
-            kernels.merge_reading(at(x.columns, g), who, load[0], load[1], load[2], load[3])
+            merge_reading(at(x.columns, g), who, load[0], load[1], load[2], load[3])
             if x.queued[g] > 0:
                 x.state[0].woken |= 1 << g
     elif read == now:
         who, place = st.reads % st.replicas, st.reads % x.readings.shape[0]
         x.state[0].reads += 1
         x.readings[place, 0] = now
-        sim.reading_into(x.physics, who, now, x.readings[place, 1:])
+        reading_into(x.physics, who, now, x.readings[place, 1:])
     elif expiry == now:
         _leave(x, late, 0)
         x.state[0].settled += 1
@@ -356,7 +367,7 @@ def _run(x: Fleets, sc: Scratch, out: Results, f: int, action: int) -> None:
             if x.dirty[r] != 0:
                 x.dirty[r] = 0
                 if x.physics.replica[r].stretch == 0:
-                    sim.plan(x.physics, r, x.state[0].now)
+                    plan(x.physics, r, x.state[0].now)
         if x.state[0].settled == x.state[0].requests:
             break
         arrived = _next(x, sc, out, f)

@@ -226,7 +226,7 @@ def promise(g: Gate, c: int, key: int, now: float) -> None:
     keep(g.tickets, key, due)
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def refused(g: Gate, c: int, t: int, key: int, tie: int, weight: float, now: float) -> bool:
     """Whether a request of class c and tenant t is refused at its arrival."""
     p = g.pressure[0]
@@ -291,7 +291,7 @@ def given_up(g: Gate, c: int, key: int, now: float) -> None:
 # ---- chains
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def left_of_chain(g: Gate, c: int, key: int, limit: float, now: float) -> float:
     """The end-to-end limit of a step, cut to what its chain has left, in seconds."""
     budget = g.classes[c].chain

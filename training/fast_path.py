@@ -58,7 +58,7 @@ from predictors.joint import Reliability, calibrate_into
 from predictors.roofline import OnlineScales, roofline_into
 from training import borrowed as borrowing
 from training import fast_gate, fast_queue, measures, virtual
-from training.borrowed import borrowed
+from training.borrowed import borrowed, inlined
 from training.fast_gate import Gate
 from training.fast_queue import (
     CLASS,
@@ -82,6 +82,9 @@ from training.informed import CHUNK, InformedEstimator
 from training.measures import ABSENT, MET, MISSED, Run
 from training.scenario import Case
 from training.virtual import PULL, tie
+
+fire, plan, reading_into = inlined(sim.fire), inlined(sim.plan), inlined(sim.reading_into)
+merge_reading = inlined(kernels.merge_reading)
 
 STATE = record(
     f="now pulled look_at",
@@ -294,8 +297,7 @@ def choose(
 
 @njit(error_model="numpy", inline="always")
 def shed(rows: Records, q: Room, w: World, g: Gate, i: int, now: float) -> None:
-    """Request i is refused after it was admitted."""
-    remove(rows, q, i)
+    """Request i, which does not wait, is refused after it was admitted."""
     release_claim(rows, q, i)
     fast_gate.given_up(g, rows[i].class_id, chain_of(rows, q, i), now)
     rows[i].verdict = MISSED
@@ -308,7 +310,7 @@ def chain_of(rows: Records, q: Room, i: int) -> int:
     return rows[i].session * q.classes.shape[0] + rows[i].class_id
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def join_session(w: World, s: int, replica: int, most: int) -> None:
     """Session s ran on this replica last; beyond `most`, the one unused longest is forgotten."""
     state, sessions = w.state, w.sessions
@@ -452,7 +454,8 @@ def release(
             for j in range(k, n - 1):
                 b.who[j] = b.who[j + 1]
             n -= 1
-            remove(rows, q, i)
+            if not alone:
+                remove(rows, q, i)
             if rows[i].feasible:
                 fast_gate.decided(g, rows[i].class_id, chance, rows[i].work, now)
             if hopeless:
@@ -530,7 +533,7 @@ def rebase(fl: FleetColumns, w: World, ph: sim.Physics, r: int) -> None:
 def read(w: World, ph: sim.Physics, r: int, rules: Rules, load: Floats) -> None:
     """Replica r shows its metrics; the core hears of them later, and they are read again."""
     now = w.reads[r].at
-    sim.reading_into(ph, r, now, load)
+    reading_into(ph, r, now, load)
     state = w.state
     tell = w.tells[(state[0].heard + state[0].tells) % w.tells.shape[0]]
     state[0].serial += 2
@@ -746,7 +749,7 @@ def _live(
                     sim.deliver(ph, kinds, jobs)
                     touch(w, ph.job[jobs[0]].where)
                 else:
-                    events = sim.fire(ph, r, kinds, jobs)
+                    events = fire(ph, r, kinds, jobs)
                     touch(w, r)
             elif timer == now:
                 if told:
@@ -757,7 +760,7 @@ def _live(
                     w.state[0].heard += 1
                     if tell.measured >= w.measured_at[tell.replica]:
                         w.measured_at[tell.replica] = tell.measured
-                        kernels.merge_reading(
+                        merge_reading(
                             fl, tell.replica, tell.measured, tell.running, tell.waiting, tell.share
                         )
                         look = True
@@ -801,7 +804,7 @@ def _live(
                 r = w.touched[k]
                 w.is_touched[r] = False
                 if ph.replica[r].stretch == 0:
-                    sim.plan(ph, r, now)
+                    plan(ph, r, now)
                 w.ends[r] = ph.replica[r].end
             w.state[0].touched = 0
     return w.state[0].open + q.total[0].waiting
