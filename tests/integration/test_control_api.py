@@ -29,13 +29,17 @@ PATHS = {
     "/admin/usage/{tenant}",
     "/admin/requests/{request_id}",
     "/admin/replicas/{name}/{verb}",
+    "/admin/plan",
 }
 
 
 @contextlib.asynccontextmanager
 async def gateway_alone():
     tenants = {"t": {"keys": {"k": {"hash": hash_of("k-one")}}}}
-    async with PacedEngine().running() as engine, serving(engine.url, tenants=tenants) as gateway:
+    async with (
+        PacedEngine().running() as engine,
+        serving(engine.url, tenants=tenants, elastic={}) as gateway,
+    ):
         yield gateway
 
 
@@ -73,7 +77,7 @@ def test_methods_headers_and_values_that_nobody_declared(url, tmp_path):
         command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 0, done.stdout
-    assert "Tested: 12" in done.stdout
+    assert "Tested: 13" in done.stdout
 
 
 def test_answers_about_things_that_are_there(url):

@@ -74,7 +74,12 @@ def test_every_scorer_decides_alike(loop, kind, groups, rate):
 
 
 @pytest.mark.parametrize(
-    "options", [{"explore": 0.2}, {"shed_below": 0.6}, {"fairness": 5.0, "alpha_max": 0.5}]
+    "options",
+    [
+        {"explore": 0.2},
+        {"shed_below": 0.6, "hold_until": 0.0},
+        {"fairness": 5.0, "alpha_max": 0.5},
+    ],
 )
 def test_options_of_the_core_act_alike(loop, options):
     case = build(scenario(1), 80.0, 4)
