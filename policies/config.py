@@ -119,7 +119,7 @@ class MarginalPolicy(_Marginal):
     # A request waits while joining costs others more than `hold_above` of its own worth and no
     # replica idles, at most for `hold_until` of its TTFT limit; 0 holds nobody back.
     hold_above: float = Field(default=0.4, ge=0.0)
-    hold_until: Share = 0.6
+    hold_until: Share = 1.0
 
 
 class _Learned(_Policy):

@@ -622,6 +622,18 @@ def wake_at(rows: Records, q: Room, w: World) -> float:
 
 
 @njit(error_model="numpy", inline="always")
+def ended(
+    rows: Records, w: World, fl: FleetColumns, rt: Routes, kinds: Ints, jobs: Ints, events: int
+) -> None:
+    """Counts of streams that have finished stand still until the core hears of their ends."""
+    for e in range(events):
+        if kinds[e] != sim.FIRST_TOKEN:
+            i = jobs[e]
+            d = rt.decode[rows[i].route]
+            w.base[d, kernels.position(fl, d, rows[i].slot)] = -np.inf
+
+
+@njit(error_model="numpy", inline="always")
 def happened(
     rows: Records,
     w: World,
@@ -750,6 +762,7 @@ def _live(
                     touch(w, ph.job[jobs[0]].where)
                 else:
                     events = fire(ph, r, kinds, jobs)
+                    ended(rows, w, fl, rt, kinds, jobs, events)
                     touch(w, r)
             elif timer == now:
                 if told:

@@ -77,7 +77,8 @@ def test_every_scorer_decides_alike(loop, kind, groups, rate):
     "options",
     [
         {"explore": 0.2},
-        {"shed_below": 0.6, "hold_until": 0.0},
+        {"shed_below": 0.6},
+        {"shed_below": 0.6, "hold_until": 0.3},
         {"fairness": 5.0, "alpha_max": 0.5},
     ],
 )
