@@ -16,6 +16,8 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
+from domain.length import LengthDistribution
+
 Floats = NDArray[np.float64]
 
 
@@ -112,3 +114,11 @@ class RollingConformal:
         at = int(np.searchsorted(reached, target * total - 1e-9))
         found = float(value[order[min(at, len(order) - 1)]])
         return min(max(found, 0.05), 0.9995)
+
+
+def corrected(forecast: LengthDistribution, level: float) -> LengthDistribution:
+    """The forecast with its hazard scaled so that its quantile at `level` becomes the P90."""
+    if abs(level - 0.9) < 1e-3:
+        return forecast
+    power = np.log(0.1) / np.log1p(-level)
+    return LengthDistribution(forecast.survival ** min(max(power, 0.25), 4.0))

@@ -29,7 +29,7 @@ from domain.ports import Estimator
 from domain.request import InferenceRequest
 from predictors.align import ScoreAlign
 from predictors.artifact import ArtifactError
-from predictors.conformal import RollingConformal
+from predictors.conformal import RollingConformal, corrected
 from predictors.drift import PageHinkley
 from predictors.estimator import BaselineEstimator
 from predictors.latency_gbdt import LatencyGbdt
@@ -213,14 +213,6 @@ def _density(distribution: LengthDistribution, tokens: float) -> float:
     low, high = tokens / 1.25 - 1.0, tokens * 1.25 + 1.0
     mass = distribution.survives(max(low, 0.0)) - distribution.survives(high)
     return float(np.log(max(mass, 6.7e-3)))
-
-
-def corrected(forecast: LengthDistribution, level: float) -> LengthDistribution:
-    """The forecast with its hazard scaled so that its quantile at `level` becomes the P90."""
-    if abs(level - 0.9) < 1e-3:
-        return forecast
-    power = np.log(0.1) / np.log1p(-level)
-    return LengthDistribution(forecast.survival ** min(max(power, 0.25), 4.0))
 
 
 def packaged_latency() -> Path | None:

@@ -7,7 +7,8 @@ from domain.outcome import Cause, Outcome, Usage, UsageSource
 from predictors.config import LearnedConfig
 from predictors.factory import build_estimator
 from predictors.features import PromptFacts, encode
-from predictors.learned import LearnedEstimator, corrected
+from predictors.conformal import corrected
+from predictors.learned import LearnedEstimator
 from predictors.length_gbdt import STRETCHES, LengthGbdt
 from tests.fakes.length_model import toy
 from tests.fakes.shells import request
