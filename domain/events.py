@@ -86,6 +86,16 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerBegan:
+    """The thinking of an attempt is over: `thought` tokens of it came."""
+
+    at: float
+    id: str
+    attempt: int
+    thought: int
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptEnded:
     """An attempt is over. `last_token` is the time of its last content byte, None if none came."""
 
@@ -245,6 +255,7 @@ Event = (
     | PolicyChanged
     | TrialChanged
     | FeedbackGiven
+    | AnswerBegan
 )
 
 # ---- actions

@@ -45,12 +45,13 @@ class Miss(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Tokens of one attempt. `cached` counts prompt tokens that the engine found in its prefix
-    cache.
+    cache, `thinking` those of the completion that came before the answer; None: not known.
     """
 
     prompt: float = 0.0
     completion: float = 0.0
     cached: float = 0.0
+    thinking: float | None = None
     source: UsageSource = UsageSource.NONE
 
 
@@ -80,6 +81,18 @@ class Prediction(NamedTuple):
     staleness: float = 0.0
     basis: tuple[float, ...] = ()
     """The row a learned latency model saw (`predictors.latency`); empty where there is none."""
+    thinking_p50: float = 0.0
+    """Tokens before the answer; 0 where the model was never seen to think."""
+
+    @property
+    def answer_p50(self) -> float | None:
+        """Seconds from the decision to the first token of the answer; None where the model was
+        never seen to think, so that it is the TTFT.
+        """
+        if not self.thinking_p50 or not self.ttft or not self.tpot:
+            return None
+        middle = len(self.ttft) // 2
+        return self.ttft[middle] + self.thinking_p50 * self.tpot[middle]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,6 +120,16 @@ class Estimator(Protocol):
     def length(self, request: InferenceRequest) -> LengthDistribution:
         """Distribution of output tokens of this request."""
 
+    def thinking(self, request: InferenceRequest) -> LengthDistribution | None:
+        """Distribution of the place of the first answer token in the output, 1 being at once; None
+        where the model was never seen to think.
+        """
+
+    def answering(self, request: InferenceRequest, thought: float) -> LengthDistribution | None:
+        """Distribution of the answer's tokens now that the request has thought for so many; None
+        where the model was never seen to think.
+        """
+
     def fill(
         self,
         requests: RequestColumns,

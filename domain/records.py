@@ -111,6 +111,7 @@ def decision_record(
             "backlog": prediction.backlog,
             "staleness": prediction.staleness,
             "basis": list(prediction.basis),
+            "thinking_p50": prediction.thinking_p50,
         },
         "outcome": {
             "cause": outcome.cause.value,
@@ -122,6 +123,7 @@ def decision_record(
             "prompt_tokens": usage.prompt,
             "completion_tokens": usage.completion,
             "cached_tokens": usage.cached,
+            "thinking_tokens": usage.thinking,
             "usage_source": usage.source.value,
             "met": outcome.met,
             "miss": outcome.miss.value,

@@ -568,6 +568,11 @@ class Attempt:
         return self._stream.events if self._stream is not None else 0
 
     @property
+    def thought(self) -> int | None:
+        """Content events of thinking, once the answer has begun; None before or without."""
+        return self._stream.thought if self._stream is not None else None
+
+    @property
     def first_at(self) -> float | None:
         """When the first content came."""
         return self._stream.first_at if self._stream is not None else None
@@ -579,13 +584,16 @@ class Attempt:
 
     def usage(self) -> Usage:
         """The engine's count, else the events counted, else nothing."""
-        meter = self._stream if self._stream is not None else self._body
+        stream = self._stream
+        meter = stream if stream is not None else self._body
         found = meter.usage() if meter is not None and self.status == 200 else None
-        if found is not None:
-            return found
-        if self.events:
-            return Usage(completion=float(self.events), source=UsageSource.COUNTED)
-        return Usage()
+        if found is None and self.events:
+            found = Usage(completion=float(self.events), source=UsageSource.COUNTED)
+        if found is None:
+            return Usage()
+        if stream is not None and found.thinking is None:
+            found = dataclasses.replace(found, thinking=stream.thinking(found.completion))
+        return found
 
     # Sink
 

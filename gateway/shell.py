@@ -29,6 +29,7 @@ from domain.errors import BackendError, NoReplica, ServingError
 from domain.events import (
     Abort,
     Action,
+    AnswerBegan,
     Arrived,
     AttemptEnded,
     AvailabilityChanged,
@@ -183,6 +184,8 @@ class Pending:
     shadow: Candidate | None = None
     error: BackendError | None = None
     held: bool = False
+    answering: int = 0
+    """The attempt whose thinking the core knows to be over."""
     doubted: list[int] = field(default_factory=list)
     """Replicas that answered it with a 5xx; whose fault that is shows elsewhere."""
 
@@ -589,6 +592,7 @@ class Shell:
         slots: list[int] = []
         counts: list[int] = []
         last: list[float] = []
+        begun: list[AnswerBegan] = []
         for pending in self._open.values():
             send = pending.send
             running = None if send is None else pending.relay.running(send.attempt)
@@ -598,14 +602,19 @@ class Shell:
             slots.append(send.slot)
             counts.append(running.events)
             last.append(running.last_at)
+            if running.thought is not None and pending.answering != send.attempt:
+                pending.answering = send.attempt
+                begun.append(AnswerBegan(at, pending.request.id, send.attempt, running.thought))
         if not replicas:
             return
-        event = Progress(at, tuple(replicas), tuple(slots), tuple(counts), tuple(last))
-        actions = self._core.handle(event)
-        if self._event_log is not None:
-            self._event_log.append(event, actions)
-        for action in actions:
-            self._do(action)
+        progress = Progress(at, tuple(replicas), tuple(slots), tuple(counts), tuple(last))
+        events: list[Event] = [progress, *begun]
+        for event in events:
+            actions = self._core.handle(event)
+            if self._event_log is not None:
+                self._event_log.append(event, actions)
+            for action in actions:
+                self._do(action)
 
     def _do(self, action: Action) -> None:
         self._doers[type(action)](action)
@@ -948,6 +957,9 @@ def _prediction_headers(send: Send, relay: Relay) -> bytes:
         lines += b"x-sluice-predicted-ttft-ms: %.1f\r\n" % (1000 * prediction.ttft[_MEDIAN])
     if prediction.tpot:
         lines += b"x-sluice-predicted-tpot-ms: %.2f\r\n" % (1000 * prediction.tpot[_MEDIAN])
+    answer = prediction.answer_p50
+    if answer is not None:
+        lines += b"x-sluice-predicted-answer-ms: %.1f\r\n" % (1000 * answer)
     if not relay.facts().stream:
         ignored = ignored_limits([name for name, _ in relay.request.headers])
         if ignored:

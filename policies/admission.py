@@ -130,6 +130,8 @@ class AdmissionControl:
         length_q = np.zeros(len(QUANTILE_GRID))
         mean, median, p90 = self._length(self._estimator.length(request).survival, cap, length_q)
         expected = float(max(1, ceil(mean)))
+        begins = self._estimator.thinking(request)
+        thinking = 0.0 if begins is None else min(begins.quantile(0.5) - 1.0, cap)
         tokens = prompt + min(p90, cap) * request.choices
         admission = account.admit(
             key=request.key,
@@ -162,6 +164,7 @@ class AdmissionControl:
             median=median,
             p90=p90,
             length_q=length_q,
+            thinking=thinking,
             start_by=start_by,
             work=work,
             expires=max(start_by, now),

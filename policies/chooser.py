@@ -416,6 +416,7 @@ class Chooser:
             backlog=fleet.backlog_tokens.item(p) + fleet.foreign_backlog.item(p),
             staleness=fleet.age.item(r),
             basis=self._estimator.basis(i, route),
+            thinking_p50=entry.thinking,
         )
 
     def _candidates(self, block: _Block, i: int, route: int) -> tuple[Candidate, ...]:

@@ -17,7 +17,7 @@ admits nothing then.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf, isfinite
+from math import ceil, inf, isfinite
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from domain.columns import FleetColumns, Routes
 from domain.events import (
     Abort,
     Action,
+    AnswerBegan,
     Arrived,
     AttemptEnded,
     AvailabilityChanged,
@@ -114,6 +115,7 @@ class DecisionCore:
             Committed: self._committed,
             FirstToken: self._first_token,
             Progress: self._progress,
+            AnswerBegan: self._answer_began,
             AttemptEnded: self._attempt_ended,
             ClientGone: self._client_gone,
             Reading: self._reading,
@@ -424,6 +426,20 @@ class DecisionCore:
             self.state.progress(event, self._now)
         if event.last:
             self.estimator.stepped(event.replicas, event.last)
+        return []
+
+    def _answer_began(self, event: AnswerBegan) -> list[Action]:
+        """Thinking is over: what is left is an answer of the length that such thinking brings."""
+        entry = self.open.get(event.id)
+        if entry is None or entry.attempt is None or entry.attempt.number != event.attempt:
+            return []
+        answer = self.estimator.answering(entry.request, event.thought)
+        if answer is None:
+            return []
+        cap = entry.request.max_tokens
+        whole = event.thought + answer.mean
+        expected = float(max(ceil(whole if cap is None else min(whole, cap)), 1))
+        self.state.revise(entry.attempt, entry.prompt, expected)
         return []
 
     def _attempt_ended(self, event: AttemptEnded) -> list[Action]:

@@ -148,6 +148,15 @@ class FleetState:
         """The attempt's prefill is over."""
         self._first_token(self._bookings, attempt.replica, attempt.prefill, attempt.slot, now)
 
+    def revise(self, attempt: Attempt, prompt: float, expected: float) -> None:
+        """Expect another output of a running attempt, in tokens; its room is reserved anew."""
+        columns, r = self.columns, attempt.replica
+        count = int(columns.n_streams[r])
+        for k in np.flatnonzero(columns.slot[r, :count] == attempt.slot).tolist():
+            columns.kv_used[r] += prompt + expected - columns.reserved[r, k]
+            columns.reserved[r, k] = prompt + expected
+            columns.expected[r, k] = expected
+
     def progress(self, event: Progress, now: float) -> None:
         """Token counts of many streams."""
         self._progress(

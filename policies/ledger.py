@@ -45,7 +45,8 @@ class Attempt:
 class Entry:
     """One open request.
 
-    `prompt` and `expected` are whole tokens; `length_q` (Q,). `start_by` is the latest useful
+    `prompt` and `expected` are whole tokens; `length_q` (Q,); `thinking` the median tokens before
+    the answer, 0 where the model was never seen to think. `start_by` is the latest useful
     start, `work` the predicted seconds of service on the fastest replica, `row` its float columns
     in the order of `domain.columns.REQUEST_FLOATS`, `expires` when waiting ends. `order` is the
     order of arrival. `feasible`: an idle fleet would meet the limits with room to spare.
@@ -64,6 +65,7 @@ class Entry:
     median: float
     p90: float
     length_q: Floats
+    thinking: float
     start_by: float
     work: float
     expires: float

@@ -31,6 +31,7 @@ from domain.request import InferenceRequest
 from predictors.feedback import FeedbackPriors
 from predictors.joint import Reliability, calibrate_into
 from predictors.latency import ROOF_TPOT, ROOF_TTFT, USED, WIDTH
+from predictors.parts import PartLengths
 from predictors.roofline import FIXED, Loads, OnlineScales, loads_of, roofline_into
 from predictors.running import RunningLengths
 
@@ -63,6 +64,7 @@ class BaselineEstimator:
 
     def __init__(self, lengths: RunningLengths | None = None) -> None:
         self._lengths = lengths if lengths is not None else RunningLengths()
+        self._parts = PartLengths()
         self._reliability = Reliability()
         self._names: list[str] = []
         self._profiles: list[Profile] = []
@@ -103,6 +105,18 @@ class BaselineEstimator:
     def length(self, request: InferenceRequest) -> LengthDistribution:
         """The running distribution of the request's model and text group."""
         return self._lengths.distribution(request.model, request.text_group)
+
+    def thinking(self, request: InferenceRequest) -> LengthDistribution | None:
+        """Where the answer begins, by the model and text group."""
+        if not self._parts.thinks(request.model):
+            return None
+        return self._parts.first(request.model, request.text_group)
+
+    def answering(self, request: InferenceRequest, thought: float) -> LengthDistribution | None:
+        """How long the answer will be after so much thinking."""
+        if not self._parts.thinks(request.model):
+            return None
+        return self._parts.answer(request.model, request.text_group, thought + 1.0)
 
     def fill(
         self,
@@ -180,6 +194,8 @@ class BaselineEstimator:
         if single and outcome.cause is Cause.FINISHED and usage.source is not UsageSource.NONE:
             cut = request.max_tokens is not None and usage.completion >= request.max_tokens
             self._lengths.observe(request.model, request.text_group, usage.completion, censored=cut)
+            if usage.thinking is not None:
+                self._learn_parts(request, usage.completion, usage.thinking, cut=cut)
         prediction = outcome.prediction
         if prediction is None or outcome.replica is None or outcome.sent is None:
             return
@@ -191,6 +207,14 @@ class BaselineEstimator:
             self._scales.learn_tpot(outcome.replica, alone, shared, tpot, outcome.tpot)
         if outcome.met is not None and outcome.cause is not Cause.SHED and not used:
             self._reliability.observe(prediction.p_raw, met=outcome.met)
+
+    def _learn_parts(
+        self, request: InferenceRequest, whole: float, thinking: float, *, cut: bool
+    ) -> None:
+        """Where the answer began; an output that is all thinking never came to one."""
+        whole, thinking = round(whole), round(thinking)
+        first = thinking + 1.0 if thinking < whole else None
+        self._parts.observe(request.model, request.text_group, first, whole, cut=cut)
 
     def _step(self, replica: int, prediction: Prediction, prompt: float) -> tuple[float, float]:
         """The profile's seconds per token of a stream alone, and what the batch at hand added."""

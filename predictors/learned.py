@@ -104,6 +104,14 @@ class LearnedEstimator:
         self._forecasts[request.id] = forecast, score
         return corrected(forecast, self._conformal.level(request.model, request.tenant))
 
+    def thinking(self, request: InferenceRequest) -> LengthDistribution | None:
+        """As the baseline's: no public answers come with their prompt and both parts."""
+        return self._base.thinking(request)
+
+    def answering(self, request: InferenceRequest, thought: float) -> LengthDistribution | None:
+        """As the baseline's."""
+        return self._base.answering(request, thought)
+
     def _forecast(self, request: InferenceRequest) -> tuple[LengthDistribution, float | None]:
         """Forecast of a request and the raw score it came from; None where it is the running one's
         own.

@@ -5,6 +5,10 @@ end in LF, CRLF or CR). The meter counts events that carry generated text by loo
 patterns, and passes whole events on as the bytes they came in. That is safe because inside a JSON
 string every quote is escaped: `"content":"` cannot occur in text, only `\"content\":\"` can.
 
+A reasoning model thinks first and answers then. Where thinking has a field of its own, the answer
+begins with the first text of another; where it stands in `<think>` tags at the start of the text,
+after the event that closes them.
+
 What leaves the meter differs from what entered it in three places only: a usage event goes out
 when the client asked for one (once, before `[DONE]`), a `finish_reason` is not repeated, and an
 event cut off by the end of the connection stays behind.
@@ -26,6 +30,11 @@ MAX_EVENT = 4 << 20
 
 QUOTE = ord(b'"')
 
+OPENED = re.compile(rb":\s*\"\s*(?:\\n)*(?:<|\\u003c)think(?:>|\\u003e)")
+"""Text that opens with thinking; some encoders escape the brackets."""
+CLOSING = b"/think"
+"""What closes it, however the brackets are written."""
+
 _BLANK_LINE = re.compile(rb"\n\r?\n|\r\r")
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _FINISH = re.compile(rb'"finish_reason"\s*:\s*"')
@@ -37,26 +46,33 @@ _DATA = re.compile(rb"(?:^|[\r\n])data:[ ]?([^\r\n]*)")
 class ContentPattern(NamedTuple):
     """How text looks in the events of one endpoint.
 
-    `any` finds a non-empty piece of generated text; `needles` are its common spellings up to the
-    opening quote, for a count without a regular expression.
+    `any` finds a non-empty piece of generated text, `answer` one that is no thinking (None: they
+    look alike); `needles` are the common spellings of text up to the opening quote, for a count
+    without a regular expression.
     """
 
     any: re.Pattern[bytes]
+    answer: re.Pattern[bytes] | None
     needles: tuple[bytes, ...]
 
 
-def _pattern(fields: bytes, extra: bytes = b"") -> ContentPattern:
-    names = fields.split()
-    any_text = re.compile(rb'"(?:%b)"\s*:\s*"(?!")' % b"|".join(names) + extra)
-    return ContentPattern(any_text, tuple(b'"%b":%b"' % (n, s) for n in names for s in (b"", b" ")))
+def _pattern(fields: bytes, thinking: bytes = b"", extra: bytes = b"") -> ContentPattern:
+    names = fields.split() + thinking.split()
+
+    def text(fields: bytes) -> re.Pattern[bytes]:
+        return re.compile(rb'"(?:%b)"\s*:\s*"(?!")' % b"|".join(fields.split()) + extra)
+
+    needles = tuple(b'"%b":%b"' % (n, s) for n in names for s in (b"", b" "))
+    return ContentPattern(text(b" ".join(names)), text(fields), needles)
 
 
 CHAT_CONTENT = _pattern(
-    b"content reasoning_content reasoning refusal arguments",
+    b"content refusal arguments",
+    b"reasoning_content reasoning",
     rb'|"tool_calls"\s*:\s*\[\s*\{|"function_call"\s*:\s*\{',
 )
 COMPLETION_CONTENT = _pattern(b"text")
-RESPONSE_CONTENT = _pattern(b"delta")
+RESPONSE_CONTENT = _pattern(b"delta")._replace(answer=None)
 
 
 class _Choice(msgspec.Struct):
@@ -80,11 +96,15 @@ class StreamMeter:
     """Counts and passes the events of one streamed answer; owns no socket and no clock.
 
     `events` counts events with generated text: the first chunk that only names the role is none.
-    `first_at` and `last_at` are the times of the first and last of them, None before. `done` says
-    that the stream ended as its protocol wants it; `error` holds the payload of an error event.
+    `first_at` and `last_at` are the times of the first and last of them, None before. `thought`
+    counts those of thinking once the answer has begun, at `answer_at`; both are None before, and in
+    streams that do not think. `done` says that the stream ended as its protocol wants it; `error`
+    holds the payload of an error event.
     """
 
     __slots__ = (
+        "_answer",
+        "_closing",
         "_content",
         "_empty",
         "_finished",
@@ -93,13 +113,16 @@ class StreamMeter:
         "_needle",
         "_single",
         "_tail",
+        "_thinking",
         "_unfinished",
         "_usage_event",
+        "answer_at",
         "done",
         "error",
         "events",
         "first_at",
         "last_at",
+        "thought",
     )
 
     def __init__(
@@ -108,6 +131,7 @@ class StreamMeter:
         self._content = content
         self._keep_usage = keep_usage
         self._single = choices == 1
+        self._answer = content.answer if self._single else None
         self._needle: bytes | None = None
         self._empty = b""
         self._unfinished = b""  # how its events say that there is more; empty: not at all
@@ -115,6 +139,10 @@ class StreamMeter:
         self._finished: set[int] = set()
         self._held_usage = b""
         self._usage_event = b""
+        self._thinking = False
+        self._closing: bytes | None = None  # what ends the thinking, where it stands in the text
+        self.thought: int | None = None
+        self.answer_at: float | None = None
         self.events = 0
         self.first_at: float | None = None
         self.last_at: float | None = None
@@ -133,7 +161,11 @@ class StreamMeter:
         needle = self._needle
         if needle is not None and not self._tail and data.endswith(b"\n\n"):
             found = data.count(needle) - data.count(self._empty)
-            if found == data.count(b"\n\n") and self._plain(data, found):
+            if (
+                found == data.count(b"\n\n")
+                and self._plain(data, found)
+                and (self._closing is None or self._closing not in data)
+            ):
                 self.events += found
                 self.last_at = now
                 return data
@@ -151,6 +183,8 @@ class StreamMeter:
             return False
         at = data.find(needle)
         if at < 0 or data[at + len(needle)] == QUOTE:
+            return False
+        if self._closing is not None and self._closing in data:
             return False
         self.events += 1
         self.last_at = now
@@ -170,6 +204,16 @@ class StreamMeter:
         kept = self._take(rest, now) if rest else b""
         held, self._held_usage = self._held_usage, b""
         return held + kept
+
+    def thinking(self, completion: float) -> float | None:
+        """How many of so many tokens were thinking, by the events; None where these do not tell: of
+        several choices, or while a tag has not been closed (it may have come in pieces).
+        """
+        if self.thought is not None:
+            return completion * self.thought / self.events
+        if self._answer is None or self._closing is not None or not self.events:
+            return None
+        return completion if self._thinking else 0.0
 
     @property
     def complete(self) -> bool:
@@ -218,6 +262,8 @@ class StreamMeter:
         return event
 
     def _count(self, event: bytes, now: float) -> None:
+        if self._answer is not None and (self._thinking or self.first_at is None):
+            self._part(self._answer, event, now)
         self.events += 1
         self.last_at = now
         if self.first_at is None:
@@ -228,6 +274,23 @@ class StreamMeter:
                     self._needle, self._empty = needle, needle + b'"'
                     self._unfinished = next((u for u in _UNFINISHED if u in event), b"")
                     return
+
+    def _part(self, pattern: re.Pattern[bytes], event: bytes, now: float) -> None:
+        """Tell thinking from answer, before the event is counted."""
+        answer = pattern.search(event) is not None
+        if self.first_at is None:
+            if answer and OPENED.search(event) is not None:
+                self._closing = CLOSING
+            self._thinking = self._closing is not None or not answer
+        if not self._thinking:
+            return
+        if self._closing is not None and self._closing in event:
+            self.thought = self.events + 1  # the tag is the last of the thinking
+        elif self._closing is None and answer:
+            self.thought = self.events
+        else:
+            return
+        self._thinking, self._closing, self.answer_at = False, None, now
 
     def _is_usage_only(self, event: bytes) -> bool:
         try:

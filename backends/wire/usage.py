@@ -16,6 +16,7 @@ _TAIL = re.compile(rb'"usage"\s*:\s*(\{)')
 
 class _Details(msgspec.Struct):
     cached_tokens: float | None = None
+    reasoning_tokens: float | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -25,6 +26,8 @@ class _Usage(msgspec.Struct):
     output_tokens: float | None = None
     prompt_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+    output_tokens_details: _Details | None = None
 
 
 class _Response(msgspec.Struct):
@@ -62,7 +65,17 @@ def usage_of(body: bytes) -> Usage | None:
     cached = (details.cached_tokens if details is not None else None) or 0.0
     if min(prompt, completion, cached) < 0 or max(prompt, completion, cached) > _MAX_TOKENS:
         return None
-    return Usage(prompt=prompt, completion=completion, cached=cached, source=UsageSource.ENGINE)
+    parts = found.completion_tokens_details or found.output_tokens_details
+    thinking = parts.reasoning_tokens if parts is not None else None
+    if thinking is not None and not 0 <= thinking <= completion:
+        thinking = None
+    return Usage(
+        prompt=prompt,
+        completion=completion,
+        cached=cached,
+        thinking=thinking,
+        source=UsageSource.ENGINE,
+    )
 
 
 def usage_in_tail(tail: bytes) -> Usage | None:

@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 
 from domain.events import (
+    AnswerBegan,
     Arrived,
     AttemptEnded,
     AvailabilityChanged,
@@ -46,6 +47,7 @@ EVENTS = [
     Committed(1.0, "r1", 1, level=3.0),
     FirstToken(1.1, "r1", 1),
     Progress(1.2, (0,), (3,), (17,)),
+    AnswerBegan(1.3, "r1", 1, 12),
     AttemptEnded(2.0, "r1", 1, Cause.FINISHED, Usage(prompt=3, source=UsageSource.ENGINE), 1.9),
     ClientGone(2.0, "r1"),
     Reading(2.0, 0, 1.9, running=1.0),
@@ -91,8 +93,8 @@ def test_the_same_core_acts_the_same(log):
 
 def test_another_core_is_found_out_at_the_event(log):
     result = replay(read(log), lambda event: [])
-    assert result.differs_at == 5
-    assert result.differing == EVENTS[5]
+    assert result.differs_at == 6
+    assert result.differing == EVENTS[6]
 
 
 def test_a_log_cut_anywhere_gives_the_events_before(log):

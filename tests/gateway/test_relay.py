@@ -186,7 +186,7 @@ def test_a_stream_from_start_to_end():
         1,
         100.0,
         Cause.FINISHED,
-        Usage(prompt=7, completion=2, source=UsageSource.ENGINE),
+        Usage(prompt=7, completion=2, thinking=0, source=UsageSource.ENGINE),
         2.0,
         3.0,
         200,
@@ -194,6 +194,20 @@ def test_a_stream_from_start_to_end():
         False,
     )
     assert scene.relay.over
+
+
+def test_thinking_is_counted_apart():
+    """The engine's count of all tokens, shared out by the events of both parts."""
+    scene = Scene(stream=True)
+    exchange = scene.start()
+    thought = b'data: {"choices":[{"index":0,"delta":{"reasoning_content":"hm"}}]}\n\n'
+    exchange.stream(ROLE, thought, thought, thought)
+    assert scene.relay.running(1).thought is None
+    exchange.sink.on_data(word("a"), 9.0)
+    assert scene.relay.running(1).thought == 3
+    exchange.sink.on_data(STOP + USAGE.replace(b": 2", b": 8").replace(b":2", b":8") + DONE, 9.1)
+    exchange.end()
+    assert (scene.report.usage.completion, scene.report.usage.thinking) == (8, 6)
 
 
 def test_nothing_reaches_the_client_before_the_first_content():
@@ -291,7 +305,7 @@ def test_a_broken_stream_ends_with_an_error_event(error, cause):
     assert body.count(b"\n\n") == 3
     assert scene.reply.ended == "closed"
     assert (scene.report.cause, scene.report.retryable) == (cause, False)
-    assert scene.report.usage == Usage(completion=1, source=UsageSource.COUNTED)
+    assert scene.report.usage == Usage(completion=1, thinking=0, source=UsageSource.COUNTED)
 
 
 def test_a_stream_that_breaks_after_the_engine_s_own_error_tells_one_error():
@@ -326,7 +340,7 @@ def test_the_client_s_leaving_aborts_and_is_told_once():
     scene.relay.client_gone()
     assert exchange.state == "aborted"
     assert scene.dispatcher.calls[1:] == [
-        ("client_gone", Usage(completion=2, source=UsageSource.COUNTED))
+        ("client_gone", Usage(completion=2, thinking=0, source=UsageSource.COUNTED))
     ]
     scene.relay.fail(NoReplica("late"))
     assert scene.reply.ended is None

@@ -12,6 +12,7 @@ from backends.wire.openai import CHAT, RequestParser
 from domain.errors import BackendTimeout, BackendUnavailable, ServingError
 from domain.events import (
     Abort,
+    AnswerBegan,
     Arrived,
     AttemptEnded,
     AvailabilityChanged,
@@ -89,6 +90,7 @@ class FakeRelay:
         self.failed = []
         self.aborted = []
         self.count = 0
+        self.thought = None
 
     def facts(self):
         return RequestParser().parse(CHAT, self.request.body)
@@ -108,7 +110,8 @@ class FakeRelay:
         return self.count
 
     def running(self, attempt):
-        return SimpleNamespace(events=self.count, last_at=100.01 if self.count else None)
+        last_at = 100.01 if self.count else None
+        return SimpleNamespace(events=self.count, last_at=last_at, thought=self.thought)
 
 
 class Bench:
@@ -328,6 +331,24 @@ def test_progress_is_pulled_once_for_many_decisions(bench):
     bench.now += 0.04
     opened(bench, at=bench.now)
     assert len(bench.core.of(Progress)) == 2
+
+
+def test_the_core_hears_once_that_an_answer_began(bench):
+    """With the progress of the streams, before the next decision."""
+    first = opened(bench)
+    first.count = 5
+    bench.now += 0.021
+    opened(bench, at=bench.now)
+    assert not bench.core.of(AnswerBegan)
+    first.thought = 4
+    for _ in range(2):
+        bench.now += 0.04
+        opened(bench, at=bench.now)
+    began = bench.core.of(AnswerBegan)
+    assert [(e.id, e.attempt, e.thought) for e in began] == [(first.context.request.id, 1, 4)]
+    kinds = [type(e) for e in bench.core.events]
+    assert kinds[kinds.index(AnswerBegan) - 1] is Progress
+    assert Arrived in kinds[kinds.index(AnswerBegan) :]
 
 
 def test_time_never_goes_back_in_the_core(bench):

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from domain.events import (
+    AnswerBegan,
     Arrived,
     AttemptEnded,
     AvailabilityChanged,
@@ -34,10 +35,11 @@ from domain.request import Quota, Slo, SloClass, Tenant
 from tests.fakes.shells import CLASSES, SCORERS, Shell, make_core, request, small_fleet
 
 COUNTED = Usage(prompt=100, completion=20, source=UsageSource.COUNTED)
+THOUGHT = Usage(prompt=100, completion=20, thinking=15, source=UsageSource.COUNTED)
 
 steps = st.lists(
     st.tuples(
-        st.sampled_from("aaaaaaffppeexcgtrvwd"),
+        st.sampled_from("aaaaaaffppbeexcgtrvwd"),
         st.integers(0, 40),
         st.integers(0, 2_000),
     ),
@@ -75,8 +77,11 @@ def play(shell: Shell, script, now: float = 0.0) -> float:
             shell.tell(FirstToken(now, send.id, send.attempt))
         elif op == "p" and send and send.slot in firsts:
             shell.tell(Progress(now, (send.replica,), (send.slot,), (1 + amount,)))
+        elif op == "b" and send:
+            shell.tell(AnswerBegan(now, send.id, send.attempt, 1 + amount))
         elif op == "e" and send:
-            shell.tell(AttemptEnded(now, send.id, send.attempt, Cause.FINISHED, COUNTED, now))
+            usage = (COUNTED, THOUGHT)[who % 2]
+            shell.tell(AttemptEnded(now, send.id, send.attempt, Cause.FINISHED, usage, now))
         elif op == "x" and send:
             cause = (Cause.REFUSED, Cause.TIMEOUT, Cause.INTERRUPTED, Cause.REJECTED)[who % 4]
             shell.tell(AttemptEnded(now, send.id, send.attempt, cause))

@@ -64,6 +64,23 @@ def test_it_writes_only_where_the_mask_is_set():
         assert np.array_equal(out.cached, state.estimates.cached)
 
 
+def test_parts_are_learned_from_what_was_thought():
+    """The place of the first answer token, and the answer after so much thinking; nothing for a
+    model that was never seen to think.
+    """
+    estimator = bound(random_state(3))
+    asked = outcome().request
+    usage = Usage(prompt=100, completion=100, thinking=0, source=UsageSource.ENGINE)
+    estimator.learn(outcome(usage=usage))
+    assert estimator.thinking(asked) is None
+    assert estimator.answering(asked, 10.0) is None
+    usage = Usage(prompt=100, completion=100, thinking=80, source=UsageSource.ENGINE)
+    for _ in range(200):
+        estimator.learn(outcome(usage=usage))
+    assert estimator.thinking(asked).quantile(0.5) == pytest.approx(81, rel=0.15)
+    assert estimator.answering(asked, 80.0).quantile(0.5) == pytest.approx(20, rel=0.15)
+
+
 def test_looking_changes_nothing():
     """Filling twice gives the same, and no input is written."""
     state = random_state(3)

@@ -5,9 +5,9 @@ from domain.columns import estimate_columns
 from domain.length import LengthDistribution
 from domain.outcome import Cause, Outcome, Usage, UsageSource
 from predictors.config import LearnedConfig
+from predictors.conformal import corrected
 from predictors.factory import build_estimator
 from predictors.features import PromptFacts, encode
-from predictors.conformal import corrected
 from predictors.learned import LearnedEstimator
 from predictors.length_gbdt import STRETCHES, LengthGbdt
 from tests.fakes.length_model import toy

@@ -260,6 +260,69 @@ def test_responses_count_deltas_and_end_without_done():
     assert meter.usage() == Usage(prompt=3, completion=2, source=UsageSource.ENGINE)
 
 
+def thinking(words, field="reasoning_content", **more):
+    return [event(chunk({field: word, **more})) for word in words]
+
+
+def answering(words, **more):
+    return [event(chunk({"content": word, **more})) for word in words]
+
+
+@pytest.mark.parametrize("glued", [1, 2, 5])
+@pytest.mark.parametrize(
+    "stream",
+    [
+        thinking("abc") + answering("xy"),
+        thinking("abc", "reasoning") + answering("xy", reasoning=None),
+        thinking("abc", content=None) + answering("xy", reasoning_content=""),
+        [*thinking("abc", content=""), event(chunk({"tool_calls": [{"index": 0}]}))],
+        answering(["<think>", "b", "</think>", "x", "y"]),
+        answering(["\n<think>\nb", "c", "</think>\n", "x"]),
+        [e.replace(b"<", rb"\u003c") for e in answering(["<think>", "b", "</think>", "x"])],
+        [event({"choices": [{"text": t}]}) for t in ["<think>", "b", "</think>", "x"]],
+    ],
+)
+def test_the_end_of_thinking_is_seen(stream, glued):
+    """In a field of its own or in tags, however many events one read brings."""
+    text = b'"text":' in stream[0]
+    events = [ROLE, *stream, STOP, DONE]
+    wire = [b"".join(events[i : i + glued]) for i in range(0, len(events), glued)]
+    meter, out = run(wire, content=COMPLETION_CONTENT if text else CHAT_CONTENT)
+    assert out == b"".join(wire)
+    assert (meter.events, meter.thought) == (len(stream), 3)
+    assert meter.answer_at is not None
+    assert meter.thinking(200.0) == pytest.approx(200.0 * 3 / len(stream))
+
+
+def test_the_boundary_is_dated_by_its_read():
+    """The answer begins when its first text comes."""
+    meter, _ = run([ROLE, *thinking("abc"), *answering("xy")])
+    assert meter.answer_at == 5.0
+
+
+def test_a_stream_that_does_not_think_has_no_boundary():
+    """Nor does one that speaks of tags in its answer, or has gone back to thinking after it."""
+    meter, _ = run([ROLE, *answering(["I", " write </think>", "."]), *thinking("z"), STOP, DONE])
+    assert (meter.thought, meter.answer_at, meter.thinking(4.0)) == (None, None, 0.0)
+
+
+def test_thinking_that_never_ends_is_all_there_is():
+    """In a field of its own it is known to be thinking; a tag may have been closed in pieces."""
+    meter, _ = run([ROLE, *thinking("abc"), event(chunk({}, finish="length")), DONE])
+    assert (meter.thought, meter.thinking(30.0)) == (None, 30.0)
+    meter, _ = run([ROLE, *answering(["<think>", "b", "</", "think>", "x"]), STOP, DONE])
+    assert (meter.thought, meter.thinking(30.0)) == (None, None)
+
+
+def test_several_choices_and_responses_are_not_told_apart():
+    """Their parts mix, or look alike."""
+    meter, _ = run([ROLE, *thinking("abc"), *answering("xy")], choices=2)
+    assert (meter.events, meter.thinking(9.0)) == (5, None)
+    delta = event({"type": "response.reasoning_text.delta", "delta": "hm"})
+    meter, _ = run([delta], content=RESPONSE_CONTENT)
+    assert (meter.events, meter.thinking(9.0)) == (1, None)
+
+
 def test_payload_joins_data_lines():
     assert payload(b"event: x\r\ndata: a\r\ndata:b\r\n\r\n") == b"a\nb"
 

@@ -33,6 +33,14 @@ def test_each_endpoint_s_spelling():
     assert usage_of(json.dumps(embedding).encode()) == Usage(prompt=10, source=engine)
 
 
+@pytest.mark.parametrize("spelling", ["completion_tokens", "output_tokens"])
+@pytest.mark.parametrize(("said", "read"), [(3, 3), (0, 0), (7, None), (-1, None), (None, None)])
+def test_the_engines_word_on_thinking_is_read(spelling, said, read):
+    """Where it makes sense: no more than all tokens."""
+    usage = {"prompt_tokens": 1, spelling: 5, f"{spelling}_details": {"reasoning_tokens": said}}
+    assert usage_of(json.dumps({"usage": usage}).encode()).thinking == read
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"{}", b'{"usage":null}', b'{"usage":{}}', b'{"usage":7}']
 )
