@@ -188,6 +188,7 @@ class ClientConnection(asyncio.Protocol):
         self._state = _State.IDLE
         self._deadline = server.plane.clock() + server.limits.head_seconds
         self._head_bytes = 0  # of the head, or since the last of the body: chunk lines, trailers
+        self._read_bytes = 0  # of the newest read
         self._target = b""
         self._headers: Headers = []
         self._body: bytes | bytearray = b""
@@ -197,7 +198,8 @@ class ClientConnection(asyncio.Protocol):
         self._reading = True
         self._paused = False  # what was written lies unread above the high water
         self._unsent = 0  # bytes of it at the last sweep
-        self._refused = False
+        self._refused = False  # nothing is parsed any more
+        self._refusal: tuple[int, ServingError] | None = None  # its answer, due after earlier ones
         self._peer: tuple[str, int] | None = None
         self.send: Callable[[bytes], None]
 
@@ -217,6 +219,7 @@ class ClientConnection(asyncio.Protocol):
         if self._refused:
             return
         self._head_bytes += len(data)
+        self._read_bytes = len(data)
         try:
             self._feed(data)
         except httptools.HttpParserError as exc:
@@ -318,9 +321,10 @@ class ClientConnection(asyncio.Protocol):
         if self._refused or self._state is not _State.HEAD or self._parser.should_upgrade():
             return
         limits = self.server.limits
-        if self._head_bytes > limits.max_head_bytes and limits.max_head_bytes < len(
-            self._target
-        ) + sum(len(name) + len(value) + 4 for name, value in self._headers):
+        most = max(self._head_bytes, self._read_bytes)  # one read may hold several requests
+        if most > limits.max_head_bytes and limits.max_head_bytes < len(self._target) + sum(
+            len(name) + len(value) + 4 for name, value in self._headers
+        ):
             self._refuse_head()  # the whole head came in one read, perhaps with its body
             return
         expects = False
@@ -432,9 +436,14 @@ class ClientConnection(asyncio.Protocol):
         elif self._queue:
             # not from here: a reply may end inside `open`, and the queue may be long
             self.server.loop.call_soon(self._next)
+        else:
+            self._answer_refused()
 
     def _next(self) -> None:
-        if self._reply is not None or self._paused or not self._queue or self._transport is None:
+        if self._reply is not None or self._paused or self._transport is None:
+            return
+        if not self._queue:
+            self._answer_refused()
             return
         inbound = self._queue.popleft()
         self._queued_bytes -= len(inbound.body)
@@ -467,15 +476,19 @@ class ClientConnection(asyncio.Protocol):
         self._refuse(413, PayloadTooLarge(f"request body exceeds {limit} bytes"))
 
     def _refuse(self, status: int, error: ServingError) -> None:
-        """Answer a request that will not be read to its end, and close."""
+        """A request will not be read to its end: it is answered in its turn, then all is over."""
         self._refused = True
-        self._deadline = self.server.plane.clock() + LINGER_SECONDS
-        waiting = self._reply is not None or bool(self._queue)
-        self._queue.clear()
         self._body = b""
-        if waiting or self._transport is None:
-            self.cut()  # an earlier answer is due; a refusal would stand inside it or in its place
+        self._refusal = status, error
+        if self._reply is None and not self._queue:
+            self._answer_refused()
+
+    def _answer_refused(self) -> None:
+        """Answer the request that was refused, and close; what came before it has its reply."""
+        if self._refusal is None or self._transport is None:
             return
+        (status, error), self._refusal = self._refusal, None
+        self._deadline = self.server.plane.clock() + LINGER_SECONDS
         response = error_map.reply(error)
         reply = WireReply(self, keep_alive=False, http10=False, bare=False)
         reply.start(status, JSON_TYPE, len(response.body))

@@ -185,6 +185,32 @@ def test_too_many_pipelined_requests_close_the_connection(run):
     run(main())
 
 
+@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize(
+    ("wire", "status"),
+    [
+        (b"what is this?\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nhost: x\r\nlong: %b\r\n\r\n" % (b"x" * 40_000), 431),
+        (b"POST /other HTTP/1.1\r\nhost: x\r\ncontent-length: 5000\r\n\r\n", 413),
+    ],
+)
+def test_a_request_that_cannot_be_read_is_refused_in_its_turn(run, wire, status, ahead):
+    """What was asked before it on the connection has its whole reply first."""
+
+    async def main():
+        limits = ServerLimits(max_body_bytes=1000)
+        async with serving(always(GOOD_STREAM), limits=limits) as (gateway, _, connect):
+            client = await connect()
+            await client.send(post({**CHAT, "stream": True}) * ahead + wire)
+            for _ in range(ahead):
+                assert (await client.reply())[2].count(b"data: ") == 5
+            assert (await client.reply())[0] == status
+            assert await client.closed()
+            await gateway.settled()
+
+    run(main())
+
+
 @pytest.mark.parametrize("size", [999, 1000, 1001])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_above_the_limit_is_refused_before_it_is_read(run, size, chunked):
