@@ -40,7 +40,12 @@ POLICIES = (
     "lmetric",
     "best_fit",
 )
-TRACES = {"azure": ("azure_code", 500), "servegen": ("servegen/m-large", 300)}
+TRACES = {
+    "azure": ("azure_code", 500),
+    "servegen": ("servegen/m-large", 300),
+    "small": ("servegen/m-small", 300),
+}
+"""Name in --cells: trace, requests of a run."""
 UNHURRIED = ("--class", "batch")
 """No limits: everything offered at once is served in the end."""
 SHAPE = ("--divide", "16", "--min-tokens", "8", "--max-prompt", "512", "--max-output", "128")
@@ -96,9 +101,11 @@ def replay(
     out: Path,
     promise: Sequence[str],
     extra: Sequence[str] = (),
+    shape: Sequence[str] = SHAPE,
 ) -> dict[str, Any]:
-    """One run: a fresh fleet, the trace's first `count` requests at `rate` per second; its report.
-    `promise` (class and limits) and `extra`: arguments of `sluice replay`.
+    """One run: a fresh gateway, the trace's first `count` requests at `rate` per second; its
+    report. `promise` (class and limits), `extra`, `shape` (of lengths): arguments of `sluice
+    replay`.
     """
     done = out / "report.json"
     if done.exists():
@@ -106,7 +113,7 @@ def replay(
         return kept | {"joined": joined(out)}
     with Gateway(config, policy, out) as url:
         command = [sys.executable, "-m", "sluice", "replay", "-c", str(out / "gateway.yaml")]
-        command += ["--url", url, "--trace", TRACES[trace][0], "--count", str(count), *SHAPE]
+        command += ["--url", url, "--trace", TRACES[trace][0], "--count", str(count), *shape]
         command += ["--rate", f"{rate:.4f}", *promise, "--ignore-eos", "--json"]
         command += ["--out", str(out / "requests.jsonl"), "--key", "sk-local-playground", *extra]
         command += ["--data", data] if data else []
