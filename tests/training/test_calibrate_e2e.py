@@ -147,8 +147,8 @@ def test_a_configuration_nobody_measured_is_predicted(world):
 
 
 def test_an_engine_that_became_faster_is_known_by_the_date(world):
-    """A configuration nobody measured, of which only the day is known. A part of what is faster goes
-    to the configurations' own effects.
+    """A configuration nobody measured, of which only the day is known. A part of what is faster
+    goes to the configurations' own effects.
     """
     names = sorted(set(world.configuration))
     day = np.random.default_rng(4).uniform(-0.5, 0.6, len(names))
