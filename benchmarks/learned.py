@@ -1,14 +1,14 @@
 """The learned set scorer: trained, shipped, and compared where it was not trained.
 
-    python benchmarks/learned.py --jobs 2            30 CPU-minutes, then 15 for the comparison
+    python benchmarks/learned.py --jobs 2            24 CPU-minutes, then 40 for the comparison
     python benchmarks/learned.py --small --out X     everything once, with tiny budgets
     python benchmarks/learned.py --steps 2           the comparison of what is shipped
 
-Both steps go on where they stopped (--out). Step 1 writes policies/artifacts/entries/actor.json;
-step 2 docs/learned.md, whose section "What it says" is written by hand and kept. Rows of "trained
-on" are new seeds of the templates, all others are scenarios that training never saw. In the
-former stand beside it two ablations (the residual without holding, holding without the residual)
-and two rules tuned for the mixed fleet.
+Both steps go on where they stopped (--out). Step 1 trains the scorer (`--minutes` of CPU) and tunes
+two rules in the same worlds with the same budget; it writes policies/artifacts/entries/actor.json
+and benchmarks/tuned/entries. Step 2 writes docs/learned.md, whose section "What it says" is written
+by hand and kept. Rows of "trained on" are new seeds of the templates, all others are scenarios that
+training never saw. In the former four ablations stand beside it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.table import reading, told
 from policies import registry
-from policies.config import ActorPolicy
+from policies.config import ActorPolicy, MarginalPolicy
 from training import train_es
-from training.compare import Entrant, Outcome, Plan, entrants, execute, needs_live_core
+from training.compare import Entrant, Outcome, Plan, entrants, execute
 from training.intervals import Interval
 from training.scenario import Replicas, Scenario, read
 from training.table import against
@@ -38,15 +38,10 @@ HELD_OUT = (
 LIVE = ("two_gateways", "two_gateways_500", "mooncake")
 SIZES = {2: (1, 0, 1, 0), 6: (2, 2, 1, 1), 16: (6, 4, 4, 2), 32: (12, 8, 8, 4)}
 """Fleets of the heterogeneous scenario's kinds; trained on 4 and 8."""
-LOADS = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0)
+LOADS = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.3)
 RULES = ("marginal", "best_fit_50=best_fit:ttft_margin=0.5:tpot_margin=0.5")
-TUNED = {
-    "marginal tuned": "marginal:loss=0.3412:price=0.04798:sharpness=14.08:size=0.1183"
-    ":shed_below=0.08637:alpha_max=5.13",
-    "best_fit tuned": "best_fit:ttft_margin=0.9731:tpot_margin=0.3397:shed_below=0.2681"
-    ":alpha_max=2.478",
-}
-"""What `benchmarks/table.py` found for the heterogeneous scenario (docs/table.md)."""
+TUNED = ("marginal", "best_fit")
+"""Rules that get as much CPU as training."""
 OVER = (1.2, 1.5, 2.0, 3.0)
 """Loads of the starvation scenario."""
 
@@ -57,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--generations", type=int, default=60)
-    parser.add_argument("--minutes", type=float, help="CPU-minutes of training, at most")
+    parser.add_argument("--minutes", type=float, default=8.0, help="CPU-minutes, of each kind")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--live-seeds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=2500)
@@ -68,11 +63,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--out", type=Path, default=Path("learned-out"))
     parser.add_argument("--registry", type=Path, default=Path("policies/artifacts"))
+    parser.add_argument("--tuned", type=Path, default=Path("benchmarks/tuned"))
     parser.add_argument("--docs", type=Path, default=ROOT / "docs")
     args = parser.parse_args(argv)
     if args.small:
         args.generations, args.seeds, args.live_seeds, args.live_requests = 2, 2, 1, 300
         args.registry, args.docs = args.out / "policies", args.out
+        args.tuned = args.out / "tuned"
     if 1 in args.steps:
         train(args)
     if 2 in args.steps:
@@ -81,17 +78,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train(args: argparse.Namespace) -> None:
-    """The artifact."""
-    words = ["--scenario", *(str(FOLDER / f"{name}.yaml") for name in TRAINED_ON)]
-    words += ["--generations", str(args.generations), "--jobs", str(args.jobs)]
-    words += ["--out", str(args.out / "train"), "--registry", str(args.registry)]
-    if args.small:
-        words += ["--requests", "300", "--population", "6", "--every", "2"]
-    if args.minutes is not None:
-        words += ["--minutes", str(args.minutes)]
-    if args.data is not None:
-        words += ["--data", str(args.data)]
-    train_es.main(words, told())
+    """The artifact, and the tuned rules."""
+    for kind, registry_ in (("actor", args.registry), *((k, args.tuned) for k in TUNED)):
+        words = ["--scenario", *(str(FOLDER / f"{name}.yaml") for name in TRAINED_ON)]
+        words += ["--kind", kind, "--generations", str(args.generations)]
+        words += ["--jobs", str(args.jobs), "--minutes", str(args.minutes), "--every", "5"]
+        words += ["--out", str(args.out / f"train-{kind}"), "--registry", str(registry_)]
+        if args.small:
+            words += ["--requests", "300", "--population", "6", "--every", "2"]
+        if args.data is not None:
+            words += ["--data", str(args.data)]
+        train_es.main(words, told())
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -103,11 +100,17 @@ def compare(args: argparse.Namespace) -> None:
     policy = whole.policy
     assert isinstance(policy, ActorPolicy)
     parts = [
-        Entrant(label="residual only", policy=policy.model_copy(update={"hold_back": {}})),
-        Entrant(label="holding only", policy=policy.model_copy(update={"weights": {}})),
+        Entrant(label=label, policy=policy.model_copy(update=change))
+        for label, change in (
+            ("holding as the rule", {"hold_more": {}, "hold_above": MarginalPolicy().hold_above}),
+            ("holding only", {"weights": {}}),
+            ("never holds", {"hold_until": 0.0}),
+            ("never sheds", {"shed_below": 0.0}),
+        )
     ]
-    tuned = entrants([f"{label}={words}" for label, words in TUNED.items()])
-    policies = [*entrants(list(RULES)), whole, *parts, *tuned]
+    files = {kind: args.tuned / "entries" / f"{kind}.json" for kind in TUNED}
+    tuned = entrants([f"{kind} tuned={file}" for kind, file in files.items() if file.exists()])
+    policies = [*entrants(list(RULES)), whole, *tuned, *parts]
     groups = [
         ("Trained on, new seeds", [shipped(args, name) for name in TRAINED_ON]),
         ("Never trained on", [shipped(args, name) for name in HELD_OUT]),
@@ -122,14 +125,15 @@ def compare(args: argparse.Namespace) -> None:
         (
             f"Made by `python benchmarks/learned.py`: {args.seeds} seeds of {args.requests} "
             f"requests a case ({args.live_seeds} of {args.live_requests} through the live core), "
-            "none of them used in training. Simulation on `configs/profiles/estimated.yaml`; no "
+            f"none of them used in training or tuning, which had {args.minutes:g} CPU-minutes each."
+            " Simulation on `configs/profiles/estimated.yaml`; no "
             f"number is a measurement of a GPU. Entry `{registry.read_file(path).hash[:12]}`."
         ),
         "",
         *reading(args.docs / "learned.md"),
     ]
     for title, scenarios in groups:
-        chosen = policies if title.startswith("Trained") else policies[:3]
+        chosen = policies if title.startswith("Trained") else policies[: 3 + len(tuned)]
         found = run(args, scenarios, chosen, LOADS)
         lines += [f"## {title}", "", *table(found, scenarios, chosen), ""]
     flood = [shipped(args, "starvation")]
@@ -173,12 +177,12 @@ def run(
     loads: tuple[float, ...],
 ) -> Outcome:
     """Every cell of these."""
-    live = any(needs_live_core(s) for s in scenarios)
     plan = Plan(
         scenarios=tuple(s.model_copy(update={"loads": loads}) for s in scenarios),
         entrants=tuple(policies),
         loads=loads,
-        seeds=tuple(range(1, (args.live_seeds if live else args.seeds) + 1)),
+        seeds=tuple(range(1, args.seeds + 1)),
+        live_seeds=args.live_seeds,
         live_requests=args.live_requests,
     )
     return execute(plan, args.out, data=args.data, jobs=args.jobs, advance=told())

@@ -110,16 +110,16 @@ class _Marginal(_Policy):
     least_left_tokens: float = Field(default=8.0, ge=1.0)  # left of a stream past its forecast
     foreign_tpot_ms: float = Field(default=0.0, ge=0.0)  # assumed of foreign streams; 0: own limit
     size: float = Field(default=0.0, ge=0.0, le=2.0)  # 0 counts requests, 1 counts work
+    # A request waits while joining costs others more than `hold_above` of its own worth and no
+    # replica idles, at most for `hold_until` of its TTFT limit; 0 holds nobody back.
+    hold_above: float = Field(default=0.4, ge=0.0)
+    hold_until: Share = 1.0
 
 
 class MarginalPolicy(_Marginal):
     """The rule as it is: the default."""
 
     kind: Literal["marginal"] = "marginal"
-    # A request waits while joining costs others more than `hold_above` of its own worth and no
-    # replica idles, at most for `hold_until` of its TTFT limit; 0 holds nobody back.
-    hold_above: float = Field(default=0.4, ge=0.0)
-    hold_until: Share = 1.0
 
 
 class _Learned(_Policy):
@@ -157,7 +157,7 @@ class ActorPolicy(_Learned, _Marginal):
     kind: Literal["actor"]
     weights: dict[ActorTrait, dict[ActorContext, Weight]] | None = None  # of trait x context
     reach: float = Field(default=1.0, gt=0.0, le=100.0)  # requests by which a score moves at most
-    hold_back: dict[HoldContext, Weight] = {}  # waits while worth less than 1 - 1 / their sum
+    hold_more: dict[HoldContext, Weight] = {}  # what each adds to `hold_above`
 
 
 class BanditPolicy(_Learned):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 from pydantic import TypeAdapter
@@ -93,15 +92,16 @@ def build_scorer(config: PolicyConfig | PlainBase) -> Scorer:
                 least_left=config.least_left_tokens,
                 foreign_tpot=config.foreign_tpot_ms / 1000.0,
                 size=config.size,
+                hold_above=config.hold_above,
+                hold_until=config.hold_until if config.hold else 0.0,
             )
             if config.kind == "marginal":
-                until = config.hold_until if config.hold else 0.0
-                return marginal(replace(rule, hold_above=config.hold_above, hold_until=until))
+                return marginal(rule)
             from policies.scorers.actor import actor
 
             found = config.weights or {}
             weights = {str(k): {str(z): w for z, w in v.items()} for k, v in found.items()}
-            held = {str(z): w for z, w in config.hold_back.items()}
+            held = {str(z): w for z, w in config.hold_more.items()}
             return actor(weights, held, rule, config.reach, config.ranges())
         case "cheapest":
             from policies.scorers.cheapest import CHEAPEST

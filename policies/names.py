@@ -52,8 +52,9 @@ part of a step, the share of own streams with a tighter pace, other gateways' se
 ActorContext = Literal["one", "tight", "long", "pressure"]
 """What its weights depend on: the request's pace and length, and what the whole fleet runs."""
 
-HoldContext = Literal["one", "tight", "long", "pressure", "waited"]
-"""What holding back depends on: the same, and the share of the TTFT limit that was waited."""
+HoldContext = Literal["tight", "long", "pressure", "waited", "chance"]
+"""What holding back depends on: the same, how much of the TTFT limit was waited, and P(SLO) on the
+best route."""
 
 ACTOR_TRAITS: tuple[ActorTrait, ...] = get_args(ActorTrait)
 ACTOR_CONTEXTS: tuple[ActorContext, ...] = get_args(ActorContext)

@@ -116,12 +116,15 @@ STRONG = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to run. `requests` of a case that the compiled loop knows, `live_requests` of others."""
+    """What to run: `requests` on `seeds` of a case that the compiled loop knows, `live_requests` on
+    the first `live_seeds` (None: all) of others.
+    """
 
     scenarios: tuple[Scenario, ...]
     entrants: tuple[Entrant, ...]
     loads: tuple[float, ...] = LOADS
     seeds: tuple[int, ...] = tuple(range(1, 21))
+    live_seeds: int | None = None
     requests: int | None = None
     live_requests: int | None = None
 
@@ -129,6 +132,10 @@ class Plan:
         """The scenario with as many requests as the plan says."""
         count = self.live_requests if needs_live_core(scenario) else self.requests
         return scenario if count is None else scenario.model_copy(update={"requests": count})
+
+    def seeds_of(self, scenario: Scenario) -> tuple[int, ...]:
+        """The seeds on which a scenario is run."""
+        return self.seeds[: self.live_seeds] if needs_live_core(scenario) else self.seeds
 
 
 def needs_live_core(scenario: Scenario) -> bool:
@@ -227,7 +234,7 @@ def execute(
     left = 0
     for scenario in scenarios:
         for load in scenario.loads or plan.loads:
-            for seed in plan.seeds:
+            for seed in plan.seeds_of(scenario):
                 unit = Unit(
                     scenario=scenario,
                     entrants=plan.entrants,
@@ -266,7 +273,7 @@ def execute(
         )
         for scenario in scenarios
         for load in scenario.loads or plan.loads
-        for seed in plan.seeds[:yardstick_seeds]
+        for seed in plan.seeds_of(scenario)[:yardstick_seeds]
     ]
     return Outcome(
         knees=knees,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from policies.config import PolicyConfig
+from policies.config import ActorPolicy, PolicyConfig
 from policies.names import ACTOR_CONTEXTS, HOLD_CONTEXTS
 from policies.registry import Entry
 from training.measures import MET
@@ -32,11 +32,13 @@ def write(folder: Path, arena: Arena, found: Trained, entry: Entry) -> None:
     """Both reports into a folder."""
     parts = [
         ("Gains by world, which training never met", _worlds(arena, found)),
-        ("Where it differs from the rule", _differences(arena, found)),
-        ("Weights of the residual", _weights(found)),
-        ("Constants and holding", _constants(found)),
+        ("Where it differs from where it started", _differences(arena, found)),
+        ("Constants", _constants(arena, found)),
     ]
-    head = _headline(found)
+    if isinstance(found.policy, ActorPolicy):
+        parts.append(("Weights of the residual", _weights(found.policy)))
+        parts.append(("What is added to `hold_above`", _holding(found.policy)))
+    head = _headline(arena, found)
     lines = [f"# {entry.name}", "", head, "", f"`{entry.card['command']}`", ""]
     for title, rows in parts:
         lines += [f"## {title}", "", *_table(rows), ""]
@@ -51,10 +53,11 @@ def write(folder: Path, arena: Arena, found: Trained, entry: Entry) -> None:
     (folder / "report.html").write_text("\n".join(page))
 
 
-def _headline(found: Trained) -> str:
+def _headline(arena: Arena, found: Trained) -> str:
     best = found.best
     return (
-        f"Size-fair goodput@90 {best.ratio['0.9']:.3f} x the marginal rule's, @99 "
+        f"Size-fair goodput@90 {best.ratio['0.9']:.3f} x that of "
+        f"{arena.job.start.kind}, @99 "
         f"{best.ratio['0.99']:.3f} x (geometric mean over worlds; the least at 90: "
         f"{best.least:.3f}), after {best.generation} of {len(found.fitness)} generations and "
         f"{found.seconds / 60.0:.0f} CPU-minutes. The mean was chosen on these worlds: a fresh "
@@ -83,22 +86,20 @@ def _name(world: World) -> tuple[str, str, str]:
 
 
 def _worlds(arena: Arena, found: Trained) -> Rows:
-    rows: Rows = [("scenario", "fleet", "drawn", "goodput@90 x rule")]
+    rows: Rows = [("scenario", "fleet", "drawn", "goodput@90 x start")]
     for k, ratio in enumerate(found.best.by_world):
         rows.append((*_name(arena.world("validate", k)), f"{ratio:.3f}"))
     return rows
 
 
 def _differences(arena: Arena, found: Trained) -> Rows:
-    """Rule and policy beside each other at one load: who is met, who waits, and where they go."""
-    from training.train_es import RULE
-
+    """Start and policy beside each other at one load: who is met, who waits, and where they go."""
     rows: Rows = [
         ("scenario", "policy", "met by class", "refused", "held > 0.1 s", "share by kind")
     ]
     for k in range(min(LOOKED_AT, arena.job.validate)):
         world = arena.world("validate", k)
-        for name, policy in (("marginal", RULE), ("learned", found.policy)):
+        for name, policy in (("start", arena.job.start), ("learned", found.policy)):
             rows.append((world.scenario.name, name, *_looked_at(arena, world, policy)))
     return rows
 
@@ -123,21 +124,26 @@ def _looked_at(arena: Arena, world: World, policy: PolicyConfig) -> tuple[str, .
     )
 
 
-def _weights(found: Trained) -> Rows:
+def _weights(policy: ActorPolicy) -> Rows:
     rows: Rows = [("trait", *ACTOR_CONTEXTS)]
-    for trait, row in (found.policy.weights or {}).items():
+    for trait, row in (policy.weights or {}).items():
         rows.append((trait, *(f"{row.get(z, 0.0):+.3f}" for z in ACTOR_CONTEXTS)))
     return rows
 
 
-def _constants(found: Trained) -> Rows:
-    from training.train_es import CONSTANTS, RULE
+def _holding(policy: ActorPolicy) -> Rows:
+    rows: Rows = [("context", "share of its worth")]
+    return rows + [(z, f"{policy.hold_more.get(z, 0.0):+.3f}") for z in HOLD_CONTEXTS]
 
-    policy = found.policy
-    rows: Rows = [("constant", "rule", "learned")]
-    for name in (*CONSTANTS, "size"):
-        rows.append((name, f"{getattr(RULE, name):.4g}", f"{getattr(policy, name):.4g}"))
-    rows += [(f"hold: {z}", "0", f"{policy.hold_back.get(z, 0.0):+.3f}") for z in HOLD_CONTEXTS]
+
+def _constants(arena: Arena, found: Trained) -> Rows:
+    """The numbers that start and policy both have, where they differ."""
+    before, after = arena.job.start.model_dump(), found.policy.model_dump()
+    rows: Rows = [("constant", "start", "learned")]
+    for name, value in after.items():
+        known = before.get(name)
+        if isinstance(value, float) and isinstance(known, float) and value != known:
+            rows.append((name, f"{known:.4g}", f"{value:.4g}"))
     return rows
 
 
@@ -166,7 +172,7 @@ def _curves(found: Trained) -> str:
     left.plot(range(1, len(mean) + 1), mean, label="mean of the candidates")
     left.plot(range(1, len(best) + 1), best, lw=0.8, label="best")
     left.axhline(0.0, color="#999", lw=0.8)
-    left.set(xlabel="generation", ylabel="gain over the rule")
+    left.set(xlabel="generation", ylabel="gain over the start")
     left.legend(fontsize=7)
     when = [j.generation for j in found.curve]
     for target in ("0.9", "0.99"):
@@ -176,7 +182,7 @@ def _curves(found: Trained) -> str:
     right.plot(when, [j.least for j in found.curve], ls="--", lw=0.8, label="least @0.9")
     right.axhline(1.0, color="#999", lw=0.8)
     right.axvline(found.best.generation, color="#999", lw=0.8, ls=":")
-    right.set(xlabel="generation", ylabel="goodput, x the rule")
+    right.set(xlabel="generation", ylabel="goodput, x the start")
     right.legend(fontsize=7)
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None})

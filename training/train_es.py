@@ -1,13 +1,16 @@
 """`sluice train policy`: the learned set scorer by an evolution strategy over the compiled loop.
 
-It starts as the marginal rule (no residual) and moves the mean of a CMA-ES (Hansen,
-arXiv 1604.00772) over `policies.scorers.actor`'s weights, four constants of the rule, and the
-core's two (`shed_below`, `alpha_max`). Each generation draws worlds (`training.worlds`) and fresh
-seeds; all its candidates and the rule meet the same requests. Fitness is the gain over the rule in
-size-fair goodput averaged over targets from 80 to 100 %, which is what the area under clipped
-attainment is; a world that gets worse counts twice. Every few generations the mean is judged on
-worlds and seeds that it never meets, and the best mean so judged is kept: the rule itself, if none
-is better.
+It starts as the marginal rule (no residual, holding as the rule does) and moves the mean of a
+CMA-ES (Hansen, arXiv 1604.00772) over `policies.scorers.actor`'s weights, five constants of the
+rule, and the core's two (`shed_below`, `alpha_max`). Each generation draws worlds
+(`training.worlds`) and fresh seeds; all its candidates and the start meet the same requests.
+Fitness is the gain over the start in size-fair goodput averaged over targets from 80 to 100 %,
+which is what the area under clipped attainment is; a world that gets worse counts twice. Every few
+generations the mean is judged on worlds and seeds that it never meets, and the best mean so judged
+is kept: the start itself, if none is better.
+
+`--kind` with a rule's name tunes that rule's constants (`training.tune.KNOBS`) in the same worlds
+with the same budget: what a comparison of learned and tuned needs.
 
     OUT/generations.jsonl           fitness of every generation: what a resumed run is told
     OUT/report.html, report.md      curves, gains by world, what was learned
@@ -44,23 +47,28 @@ from policies.config import ActorPolicy, PolicyConfig
 from policies.factory import build_core
 from policies.names import ACTOR_CONTEXTS, ACTOR_TRAITS, HOLD_CONTEXTS, TRAITS, Trait
 from policies.traits import COUNT, seen_into
+from training.compare import policy_of
 from training.evaluate import Runner, policy_named
 from training.informed import InformedEstimator
 from training.intervals import last_at
 from training.measures import Run, fair, measure
 from training.scenario import Case, Pools, Scenario, read
 from training.traces import Floats
+from training.tune import KNOBS, knobs
 from training.virtual import VirtualShell
 from training.worlds import Ranges, World, case_of, draw, with_knee
 
-LOADS: tuple[float, ...] = (0.75, 1.0, 1.25, 1.5)
+LOADS: tuple[float, ...] = (0.6, 0.85, 1.1, 1.4)
 FLOOR = 0.8
 TARGETS = (0.9, 0.99)
-RULE = policy_named("marginal", overload_target=0.0, hold_until=0.0)
-WEIGHT_STEP, HOLD_STEP = 0.06, 0.25
-"""What one unit of the search is worth in a weight of the residual, and of holding."""
+RULE = policy_named("marginal", overload_target=0.0)
+WEIGHT_STEP, HOLD_STEP, SHARE_STEP = 0.06, 0.12, 0.25
+"""What one unit of the search is worth in a weight of the residual, in one of holding, and in the
+share of the range of a rule's constant.
+"""
 CONSTANTS: Mapping[str, float] = {
-    "loss": 0.2, "price": 0.35, "sharpness": 0.15, "shed_below": 0.4, "alpha_max": 0.3,
+    "loss": 0.2, "price": 0.35, "sharpness": 0.15, "hold_above": 0.3, "shed_below": 0.4,
+    "alpha_max": 0.3,
 }  # fmt: skip
 """And in the logarithm of a constant."""
 SIZE_STEP = 0.1
@@ -72,9 +80,7 @@ Tell = Callable[[int, int, str], None]
 
 
 def policy_at(u: Floats) -> ActorPolicy:
-    """The policy at a point (DIMENSIONS,) of the search; the origin is the marginal rule, which
-    holds nobody back there.
-    """
+    """The set scorer at a point (DIMENSIONS,) of the search; the origin is the marginal rule."""
     w = (WEIGHT_STEP * u[:WEIGHTS]).reshape(len(ACTOR_TRAITS), len(ACTOR_CONTEXTS))
     hold = HOLD_STEP * u[WEIGHTS:LOGS_AT]
     logs = u[LOGS_AT:-1]
@@ -94,9 +100,20 @@ def policy_at(u: Floats) -> ActorPolicy:
             for k, x in enumerate(ACTOR_TRAITS)
             if w[k].any()
         },
-        hold_back={z: _short(hold[j]) for j, z in enumerate(HOLD_CONTEXTS) if hold[j]},
+        hold_more={z: _short(hold[j]) for j, z in enumerate(HOLD_CONTEXTS) if hold[j]},
         **fields,
     )
+
+
+def rule_at(kind: str, u: Floats) -> PolicyConfig:
+    """A rule at a point of the search over its knobs (D,); the origin has its defaults."""
+    plain = policy_of(kind, {}).model_dump()
+    found = {
+        k.name: _short(k.at(k.share(float(plain[k.name])) + SHARE_STEP * float(x)))
+        for k, x in zip(knobs(kind), u, strict=True)
+        if x
+    }
+    return policy_of(kind, found)
 
 
 def _short(x: float) -> float:
@@ -112,6 +129,7 @@ class Job:
     """
 
     scenarios: tuple[str, ...]
+    kind: str = "actor"
     generations: int = 60
     population: int = 16
     seed: int = 1
@@ -120,8 +138,22 @@ class Job:
     validate: int = 10
     validation_seeds: int = 2
     every: int = 10
-    sigma: float = 1.0
+    sigma: float = 0.5
     ranges: Ranges = Ranges()
+
+    @property
+    def dimensions(self) -> int:
+        """Of the search. Raises: ConfigError for a kind that has nothing to search."""
+        return DIMENSIONS if self.kind == "actor" else len(knobs(self.kind))
+
+    def policy(self, u: Floats) -> PolicyConfig:
+        """The policy at a point (dimensions,) of the search."""
+        return policy_at(u) if self.kind == "actor" else rule_at(self.kind, u)
+
+    @property
+    def start(self) -> PolicyConfig:
+        """The rule that gains are counted from."""
+        return RULE if self.kind == "actor" else rule_at(self.kind, np.zeros(self.dimensions))
 
 
 class Arena:
@@ -187,7 +219,7 @@ def gain(values: Sequence[Sequence[float]], base: Sequence[Sequence[float]]) -> 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
     """A mean on the validation worlds: gain as it is trained on, geometric mean over worlds of the
-    ratio of size-fair goodput to the rule's by target, and the least of them at 90 %.
+    ratio of size-fair goodput to the start's by target, and the least of them at 90 %.
     """
 
     generation: int
@@ -198,7 +230,7 @@ class Judged:
 
 
 class Validation:
-    """Worlds and seeds that training never meets, and what the rule reaches there."""
+    """Worlds and seeds that training never meets, and what the start reaches there."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -211,7 +243,7 @@ class Validation:
             self._cases.append(
                 [arena.cases(world, 20_000 + 100 * k + s) for s in range(job.validation_seeds)]
             )
-        self._base = [self._curve(k, RULE) for k in range(job.validate)]
+        self._base = [self._curve(k, job.start) for k in range(job.validate)]
 
     def _curve(self, k: int, policy: PolicyConfig) -> Floats:
         """(seeds, loads) size-fair attainment in world k."""
@@ -220,7 +252,7 @@ class Validation:
         )
 
     def judge(self, generation: int, policy: PolicyConfig) -> Judged:
-        """The policy beside the rule."""
+        """The policy beside the start."""
         loads = np.array(LOADS)
         ratios: dict[str, list[float]] = {f"{t:g}": [] for t in TARGETS}
         gains = []
@@ -250,7 +282,7 @@ class Validation:
 class Trained:
     """What a job found: the best mean, how it was judged, the curve of judgements, seconds."""
 
-    policy: ActorPolicy
+    policy: PolicyConfig
     best: Judged
     curve: Sequence[Judged]
     fitness: Sequence[tuple[float, float]]
@@ -318,21 +350,21 @@ def train(
 
     job, log = arena.job, Log(folder, arena.job)
     strategy = cma.CMAEvolutionStrategy(
-        np.zeros(DIMENSIONS),
+        np.zeros(job.dimensions),
         job.sigma,
         {"seed": job.seed, "verbose": -9, "popsize": job.population, "maxiter": 1_000_000},
     )
     validation: Validation | None = None
     curve: list[Judged] = []
     fitness: list[tuple[float, float]] = []
-    best, best_u, seconds, said = None, np.zeros(DIMENSIONS), 0.0, ""
+    best, best_u, seconds, said = None, np.zeros(job.dimensions), 0.0, ""
     names: set[str] = set()
     for generation in range(job.generations):
         if seconds > 60.0 * minutes:
             break
         asked: list[Any] = strategy.ask()
         known = log.known(generation)
-        row = known or _generation(crew, job, generation, [policy_at(x) for x in asked])
+        row = known or _generation(crew, job, generation, [job.policy(x) for x in asked])
         strategy.tell(asked, [-v for v in row["gains"]])
         names |= set(row["worlds"])
         fitness.append((float(np.mean(row["gains"])), float(max(row["gains"]))))
@@ -341,13 +373,13 @@ def train(
             if "judged" not in row:
                 began = time.process_time()
                 validation = validation or Validation(arena)
-                row["judged"] = asdict(validation.judge(generation + 1, policy_at(mean)))
+                row["judged"] = asdict(validation.judge(generation + 1, job.policy(mean)))
                 row["seconds"] = round(row["seconds"] + time.process_time() - began, 3)
             judged = Judged(**row["judged"])
             curve.append(judged)
             if judged.gain > (0.0 if best is None else best.gain):
                 best, best_u = judged, mean
-            said = f"goodput@90 x {judged.ratio['0.9']:.3f} of the rule"
+            said = f"goodput@90 x {judged.ratio['0.9']:.3f} of the start"
         if known is None:
             log.add(row)
         seconds += row["seconds"]
@@ -357,7 +389,7 @@ def train(
             generation=0, gain=0.0, ratio={f"{t:g}": 1.0 for t in TARGETS}, least=1.0, by_world=[]
         )
     return Trained(
-        policy=policy_at(best_u),
+        policy=job.policy(best_u),
         best=best,
         curve=curve,
         fitness=fitness,
@@ -367,7 +399,7 @@ def train(
 
 
 def _generation(
-    crew: Crew, job: Job, generation: int, policies: Sequence[ActorPolicy]
+    crew: Crew, job: Job, generation: int, policies: Sequence[PolicyConfig]
 ) -> dict[str, Any]:
     """Gains of the candidates on worlds and seeds that this generation draws, the worlds'
     scenarios, and CPU seconds.
@@ -384,7 +416,7 @@ def _generation(
     gains = []
     for half, first in zip(halves, (0, 1), strict=True):
         mine = done[first::2]
-        base = [a.rule for a in mine]
+        base = [a.start for a in mine]
         gains += [gain([a.values[i] for a in mine], base) for i in range(len(half))]
     return {
         "gains": [_short(g) for g in gains],
@@ -402,15 +434,15 @@ class Task:
 
     world: int
     seed: int
-    policies: tuple[ActorPolicy, ...]
+    policies: tuple[PolicyConfig, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Size-fair attainment by load, of the rule and of every policy of a task."""
+    """Size-fair attainment by load, of the start and of every policy of a task."""
 
     scenario: str
-    rule: list[float]
+    start: list[float]
     values: list[list[float]]
     seconds: float
     """Of CPU that it took."""
@@ -428,11 +460,11 @@ def answer(arena: Arena, task: Task) -> Answer:
     began = time.process_time()
     world = arena.world("train", task.world)
     cases = arena.cases(world, task.seed)
-    rule = [arena.fair(case, RULE) for case in cases]
+    start = [arena.fair(case, arena.job.start) for case in cases]
     values = [[arena.fair(case, policy) for case in cases] for policy in task.policies]
     return Answer(
         scenario=world.scenario.name,
-        rule=rule,
+        start=start,
         values=values,
         seconds=time.process_time() - began,
     )
@@ -563,14 +595,20 @@ DONE, NOT_BETTER = 0, 1
 
 
 def main(argv: Sequence[str] | None = None, tell: Tell = lambda _done, _all, _what: None) -> int:
-    """Run the job: 0 the policy is in the registry, 1 nothing better than the rule was found.
+    """Run the job: 0 the policy is in the registry, 1 nothing better than the start was found.
 
     Raises: ConfigError.
     """
     parser = argparse.ArgumentParser(prog="sluice train policy", description=__doc__)
     parser.add_argument("--scenario", type=Path, nargs="+", required=True, help="templates")
     parser.add_argument("--algo", choices=("es",), default="es")
-    parser.add_argument("--name", default="actor", help="of the entry")
+    parser.add_argument(
+        "--kind",
+        choices=("actor", *KNOBS),
+        default="actor",
+        help="the learned set scorer, or a rule whose constants are tuned",
+    )
+    parser.add_argument("--name", help="of the entry (the kind)")
     parser.add_argument("--registry", type=Path, default=Path(".sluice/policies"))
     parser.add_argument("--shadow", action="store_true", help="and let it score in shadow there")
     parser.add_argument(
@@ -597,6 +635,7 @@ def main(argv: Sequence[str] | None = None, tell: Tell = lambda _done, _all, _wh
     ranges = Ranges(requests=args.requests, live_requests=min(900, args.requests))
     job = Job(
         scenarios=tuple(t.name for t in templates),
+        kind=args.kind,
         generations=args.generations,
         population=args.population,
         seed=args.seed,
@@ -609,15 +648,18 @@ def main(argv: Sequence[str] | None = None, tell: Tell = lambda _done, _all, _wh
         with crew_of(arena, build, args.jobs) as crew:
             found = train(arena, args.out, tell, args.minutes, crew)
         if found.best.generation == 0:
-            print("no better than the marginal rule on the validation worlds; nothing written")
+            print(f"no better than {job.start.kind} on the validation worlds; nothing written")
             return NOT_BETTER
-        policy = found.policy.model_copy(update={"envelope": ranges_of(arena, found.policy)})
+        policy = found.policy
+        if isinstance(policy, ActorPolicy):
+            policy = policy.model_copy(update={"envelope": ranges_of(arena, policy)})
     except FileNotFoundError as exc:
         raise ConfigError(str(exc)) from exc
     command = ["sluice train policy --scenario", *map(str, args.scenario), "--algo", args.algo]
-    for name in ("generations", "population", "requests", "every", "seed"):
+    for name in ("kind", "generations", "population", "requests", "every", "seed"):
         command += [f"--{name}", str(getattr(args, name))]
-    entry = registry.entry_of(args.name, policy, _card(job, found, " ".join(command)))
+    name = args.name or args.kind
+    entry = registry.entry_of(name, policy, _card(job, found, " ".join(command)))
     registry.probe(entry.policy)
     path = registry.write_entry(args.registry, entry)
     from training.policy_report import write
@@ -625,7 +667,7 @@ def main(argv: Sequence[str] | None = None, tell: Tell = lambda _done, _all, _wh
     write(args.out, arena, found, entry)
     if args.shadow:
         registry.change_state(
-            args.registry, lambda state: registry.shadowed(state, args.name, time.time())
+            args.registry, lambda state: registry.shadowed(state, name, time.time())
         )
     summary = {"entry": str(path), "hash": entry.hash[:12], "report": str(args.out / "report.html")}
     print(json.dumps(summary | entry.card["validation"], indent=1))
@@ -643,7 +685,7 @@ def _card(job: Job, found: Trained, command: str) -> dict[str, Any]:
         "job": "training.train_es",
         "command": command,
         "seed": job.seed,
-        "starts from": "marginal",
+        "starts from": job.start.kind,
         "scenarios": list(job.scenarios),
         "drawn": _plain(job)["ranges"],
         "generations": len(found.fitness),
@@ -652,8 +694,8 @@ def _card(job: Job, found: Trained, command: str) -> dict[str, Any]:
         "cpu minutes": round(found.seconds / 60.0, 1),
         "validation": {
             "worlds": job.validate,
-            "goodput@90 over the rule": _known(found.best.ratio["0.9"]),
-            "goodput@99 over the rule": _known(found.best.ratio["0.99"]),
+            "goodput@90 over the start": _known(found.best.ratio["0.9"]),
+            "goodput@99 over the start": _known(found.best.ratio["0.99"]),
             "least @90": _known(found.best.least),
         },
         "limits": "simulated fleets only; one pool of replicas, no prefix blocks while training",

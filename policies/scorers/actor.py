@@ -6,10 +6,11 @@ The same weights for every candidate, no replica's identity, and what all of the
 the context: any fleet size. With all weights zero it *is* the marginal rule, bit for bit; however
 wrong the weights are, no score moves by more than `reach` requests.
 
-A request is held back while even its best route is worth less than 1 - 1 / (sum of hold[j] z_j):
-so much is lost to others now that it pays to wait for the fleet to drain. Only while some replica
-is busy, and at most up to its TTFT limit; then `shed_below`, trained as well, decides whether it is
-refused. `training.train_es` fits the 48 weights, the 5 of holding, and the rule's constants.
+Holding back is the rule's: while joining even its best route costs others more than a share of its
+own worth a request waits, as long as the rule lets it. The share here is `hold_above` plus what its
+contexts add: how tight and how long it is, what the fleet runs, how much of its TTFT limit is gone,
+and P(SLO) on that route. `training.train_es` fits the 48 weights, the 5 of holding, and the rule's
+constants.
 """
 
 from __future__ import annotations
@@ -34,13 +35,10 @@ from domain.columns import (
 from policies.encoding import soft, used
 from policies.names import ACTOR_CONTEXTS, ACTOR_TRAITS, HOLD_CONTEXTS
 from policies.scorers.kernel_scorer import KernelScorer
-from policies.scorers.marginal import MarginalParams, hold_back, marginal_kernel, size
-from policies.traits import work_cost
+from policies.scorers.marginal import MarginalParams, hold_back, idle, route_value, worth_of
 
 RULE = len(astuple(MarginalParams()))
-"""Numbers of the marginal rule, which holds nobody back here; then come `reach`, the hold weights,
-and W row by row.
-"""
+"""Numbers of the marginal rule; then come `reach`, the hold weights, and W row by row."""
 J, K = len(ACTOR_CONTEXTS), len(ACTOR_TRAITS)
 HOLD_AT = RULE + 1
 WEIGHTS_AT = HOLD_AT + len(HOLD_CONTEXTS)
@@ -119,10 +117,9 @@ def actor_kernel(
 ) -> None:
     """The marginal rule's scores plus the residual, and who is held back.
 
-    params: `MarginalParams`, reach, hold (J + 1,), W (K x J).
+    params: `MarginalParams`, reach, hold (H,), W (K x J).
     """
     rule = params[:RULE]
-    marginal_kernel(rule, requests, fleet, routes, estimates, mask, draws, now, out)
     reach, count = params[RULE], routes.decode.shape[0]
     pressure = 0.0
     for c in range(count):
@@ -136,36 +133,33 @@ def actor_kernel(
             w[k] = 0.0
             for j in range(J):
                 w[k] += params[WEIGHTS_AT + k * J + j] * z[j]
-        prompt, expected = requests.prompt[i], requests.expected[i]
-        worth = requests.weight[i]
-        if rule[5] != 0.0:
-            worth *= size(prompt, expected, rule[5])
-        best = -np.inf
+        worth = worth_of(rule, requests, i)
+        best, harm, chance, free = -np.inf, 0.0, 0.0, False
         for c in range(mask.shape[1]):
             if not mask[i, c]:
                 continue
             d, p = routes.decode[c], routes.prefill[c]
-            new = max(prompt - estimates.cached[i, c], 1.0)
-            cost = work_cost(fleet, d, p, routes.price[c], new, prompt, expected)
-            lost = 0.0
-            if rule[0] > 0.0:
-                kept = worth * estimates.p_slo[i, c] - rule[1] * cost
-                lost = max(kept - out.route[i, c], 0.0) / rule[0]
+            free |= idle(fleet, d)
+            value, lost, cost = route_value(
+                rule, requests, fleet, routes, estimates, i, c, worth, now
+            )
             traits_of_route(x, requests, fleet, estimates, i, c, d, p, lost, cost, now)
             r = 0.0
             for k in range(K):
                 r += w[k] * x[k]
-            out.route[i, c] += worth * bounded(r, reach)
-            best = max(best, out.route[i, c])
-        rho = 0.0
-        for j in range(J):
-            rho += params[HOLD_AT + j] * z[j]
-        waited = max(now - requests.arrived[i], 0.0)
-        early = waited < requests.ttft[i] < np.inf
-        if early:
-            rho += params[HOLD_AT + J] * waited / requests.ttft[i]
-        if rho > 0.0 and pressure > 0.0 and early and -np.inf < best < worth * (1.0 - 1.0 / rho):
-            hold_back(requests.arrived[i] + requests.ttft[i], mask, i, now, out)
+            value += worth * bounded(r, reach)
+            out.route[i, c] = value
+            if value > best:
+                best, harm, chance = value, rule[0] * lost, estimates.p_slo[i, c]
+        if rule[7] > 0.0 and not free and best > -np.inf:
+            above = rule[6] + params[HOLD_AT + 4] * chance
+            for j in range(1, J):
+                above += params[HOLD_AT + j - 1] * z[j]
+            if requests.ttft[i] < np.inf:
+                waited = max(now - requests.arrived[i], 0.0)
+                above += params[HOLD_AT + 3] * waited / max(requests.ttft[i], 1e-9)
+            if harm > max(above, 0.0) * worth:
+                hold_back(requests.arrived[i] + rule[7] * requests.ttft[i], mask, i, now, out)
 
 
 def actor(

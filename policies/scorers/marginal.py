@@ -28,6 +28,7 @@ from domain.columns import (
 )
 from policies.kernels import step_time
 from policies.scorers.kernel_scorer import KernelScorer
+from policies.traits import work_cost
 
 OUTPUT_WEIGHT = 5.0
 """Work of an output token in prompt tokens (DESIGN section 11)."""
@@ -140,6 +141,68 @@ def size(prompt: float, output: float, power: float) -> float:
 
 
 @njit(cache=True, error_model="numpy")
+def worth_of(params: Params, requests: RequestColumns, i: int) -> float:
+    """What request i is worth: its class's weight, times its size where that counts."""
+    worth: float = requests.weight[i]
+    if params[5] != 0.0:
+        worth *= size(requests.prompt[i], requests.expected[i], params[5])
+    return worth
+
+
+@njit(error_model="numpy", inline="always")
+def route_value(
+    params: Params,
+    requests: RequestColumns,
+    fleet: FleetColumns,
+    routes: Routes,
+    estimates: EstimateColumns,
+    i: int,
+    c: int,
+    worth: float,
+    now: float,
+) -> tuple[float, float, float]:
+    """(value, limits that others are expected to lose, price x seconds of work) of request i, worth
+    so much, on route c.
+    """
+    middle = estimates.ttft.shape[2] // 2
+    prompt, expected = requests.prompt[i], requests.expected[i]
+    d, p = routes.decode[c], routes.prefill[c]
+    batch = fleet.running[d] + fleet.foreign_running[d]
+    context = fleet.context[d] + fleet.foreign_context[d]
+    cached = estimates.cached[i, c]
+    new = max(prompt - cached, 1.0)
+    alone = step_time(fleet, d, batch, context, 0.0, 0.0)
+    joined = step_time(fleet, d, batch + 1.0, context + prompt + expected / 2.0, 0.0, 0.0)
+    after = estimates.tpot[i, c, middle]
+    scale = after / joined
+    before = scale * alone
+    pause = 0.0
+    if p == d:
+        steps = math.ceil(new / fleet.chunk[d])
+        pause = scale * steps * (step_time(fleet, d, batch, context, new / steps, cached) - alone)
+    lost = losses_if_joined(params, fleet, d, expected, before, after, pause, now)
+    foreign = fleet.foreign_running[d]
+    limit = params[4] if params[4] > 0.0 else requests.tpot[i]
+    if foreign > 0.0 and limit < np.inf:
+        half = max(expected / 2.0, params[3])
+        slower = before + (half * (after - before) + pause) / (2.0 * half)
+        harm = _kept(before / limit, params[2]) - _kept(slower / limit, params[2])
+        if params[5] != 0.0:
+            harm *= size(prompt, expected, params[5])
+        lost += foreign * harm
+    cost = work_cost(fleet, d, p, routes.price[c], new, prompt, expected)
+    value = worth * estimates.p_slo[i, c] - params[0] * lost - params[1] * cost
+    return value, lost, cost
+
+
+@njit(cache=True, error_model="numpy")
+def idle(fleet: FleetColumns, d: int) -> bool:
+    """Whether nothing runs on replica d."""
+    none: bool = fleet.running[d] + fleet.foreign_running[d] <= 0.0
+    return none
+
+
+@njit(cache=True, error_model="numpy")
 def hold_back(end: float, mask: Mask, i: int, now: float, out: Scores) -> None:
     """Take every route from request i until `end` at the latest, in s; not where there is no end.
     Whatever happens to the fleet until then, it is scored again.
@@ -170,58 +233,20 @@ def marginal_kernel(
     the estimator has learned about the replica scales the losses as well. A foreign stream stands
     half way through an answer like this request's, at the present pace.
     """
-    middle = estimates.ttft.shape[2] // 2
     for i in range(mask.shape[0]):
-        prompt, expected = requests.prompt[i], requests.expected[i]
-        worth = requests.weight[i]
-        if params[5] != 0.0:
-            worth *= size(prompt, expected, params[5])
-        best, cost, idle = -np.inf, 0.0, False
+        worth = worth_of(params, requests, i)
+        best, harm, free = -np.inf, 0.0, False
         for c in range(mask.shape[1]):
             if not mask[i, c]:
                 continue
-            d, p = routes.decode[c], routes.prefill[c]
-            batch = fleet.running[d] + fleet.foreign_running[d]
-            idle |= batch <= 0.0
-            context = fleet.context[d] + fleet.foreign_context[d]
-            cached = estimates.cached[i, c]
-            new = max(prompt - cached, 1.0)
-            alone = step_time(fleet, d, batch, context, 0.0, 0.0)
-            joined = step_time(fleet, d, batch + 1.0, context + prompt + expected / 2.0, 0.0, 0.0)
-            after = estimates.tpot[i, c, middle]
-            scale = after / joined
-            before = scale * alone
-            pause = 0.0
-            if p == d:
-                steps = math.ceil(new / fleet.chunk[d])
-                pause = (
-                    scale
-                    * steps
-                    * (step_time(fleet, d, batch, context, new / steps, cached) - alone)
-                )
-            lost = losses_if_joined(params, fleet, d, expected, before, after, pause, now)
-            foreign = fleet.foreign_running[d]
-            limit = params[4] if params[4] > 0.0 else requests.tpot[i]
-            if foreign > 0.0 and limit < np.inf:
-                half = max(expected / 2.0, params[3])
-                slower = before + (half * (after - before) + pause) / (2.0 * half)
-                harm = _kept(before / limit, params[2]) - _kept(slower / limit, params[2])
-                if params[5] != 0.0:
-                    harm *= size(prompt, expected, params[5])
-                lost += foreign * harm
-            work = new * fleet.per_token[p] + expected * (
-                fleet.per_sequence[d]
-                + fleet.per_token[d]
-                + fleet.per_context[d] * (prompt + expected / 2.0)
+            free |= idle(fleet, routes.decode[c])
+            value, lost, _ = route_value(
+                params, requests, fleet, routes, estimates, i, c, worth, now
             )
-            out.route[i, c] = (
-                worth * estimates.p_slo[i, c]
-                - params[0] * lost
-                - params[1] * routes.price[c] * work
-            )
-            if out.route[i, c] > best:
-                best, cost = out.route[i, c], params[0] * lost
-        if params[7] > 0.0 and not idle and cost > params[6] * worth:
+            out.route[i, c] = value
+            if value > best:
+                best, harm = value, params[0] * lost
+        if params[7] > 0.0 and not free and best > -np.inf and harm > params[6] * worth:
             hold_back(requests.arrived[i] + params[7] * requests.ttft[i], mask, i, now, out)
 
 

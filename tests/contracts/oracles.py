@@ -145,6 +145,22 @@ def _stream_losses(s, p, d, expected, before, after, pause):
 
 
 def marginal(s, p):
+    out, harm, worth = _marginal(s, p)
+    return np.where(_held(s, p, out, harm, p[6] * worth)[:, None], -np.inf, out)
+
+
+def _held(s, p, out, harm, most):
+    """Whom joining his best route makes cost others more than `most` (n,), if he has time."""
+    best = np.where(s.mask, out, -np.inf).argmax(axis=1)
+    held = harm[np.arange(len(best)), best] > most
+    held &= ((_batch(s) > 0) | ~s.mask).all(axis=1)
+    return held & (s.now < s.requests.arrived + p[7] * np.where(
+        np.isfinite(s.requests.ttft), s.requests.ttft, 0
+    ))  # fmt: skip
+
+
+def _marginal(s, p):
+    """Values and harm (n, c), worth (n,)."""
     out, cost = np.zeros((2, *s.mask.shape))
     q, f, e = s.requests, s.fleet, s.estimates
     for i, c in np.ndindex(out.shape):
@@ -175,12 +191,7 @@ def marginal(s, p):
         cost[i, c] = p[0] * lost
         out[i, c] = q.weight[i] * worth * e.p_slo[i, c] - cost[i, c]
         out[i, c] -= p[1] * s.routes.price[c] * work
-    best = np.where(s.mask, out, -np.inf).argmax(axis=1)
-    worth = q.weight * ((q.prompt + 5 * q.expected) / 1000) ** p[5]
-    held = cost[np.arange(len(best)), best] > p[6] * worth
-    held &= ((_batch(s) > 0) | ~s.mask).all(axis=1)
-    held &= s.now < q.arrived + p[7] * np.where(np.isfinite(q.ttft), q.ttft, 0)
-    return np.where(held[:, None], -np.inf, out)
+    return out, cost, q.weight * ((q.prompt + 5 * q.expected) / 1000) ** p[5]
 
 
 def _soft(x, unit):
@@ -194,15 +205,12 @@ def _used(predicted, limit):
 
 def actor(s, p):
     rule, reach, hold, weights = p[:8], p[8], p[9:14], p[14:].reshape(12, 4)
-    base, q, f, e, d, r = (
-        marginal(s, rule), s.requests, s.fleet, s.estimates, s.routes.decode, s.routes.prefill
-    )  # fmt: skip
-    worth = (q.weight * ((q.prompt + 5 * q.expected) / 1000) ** rule[5])[:, None]
+    q, f, e, d, r = s.requests, s.fleet, s.estimates, s.routes.decode, s.routes.prefill
+    base, harm, worth = _marginal(s, rule)
     waited = (s.now - q.arrived)[:, None]
     ttft, tpot, decode = _median(s)
     cost = -cheapest(s, None)
-    kept = worth * e.p_slo - rule[1] * cost
-    lost = np.maximum(kept - base, 0) / rule[0] if rule[0] else np.zeros_like(base)
+    lost = _marginal(s, [1.0, *rule[1:]])[1]
     with np.errstate(invalid="ignore"):
         late = [
             _used(x, (y[:, None] - waited)) for x, y in ((ttft, q.ttft), (ttft + decode, q.e2e))
@@ -219,12 +227,13 @@ def actor(s, p):
             np.full_like(q.tpot, _soft(_batch(s), 16).mean()),
         ])  # fmt: skip
     residual = np.einsum("kj,kic,ji->ic", weights, np.stack(traits), context)
-    out = base + worth * residual / (1 + np.abs(residual) / reach)
-    best = np.where(s.mask, out, -np.inf).max(axis=1)
-    early = (waited[:, 0] < q.ttft) & np.isfinite(q.ttft)
-    rho = hold[:4] @ context + hold[4] * waited[:, 0] / q.ttft
-    held = early & (rho > 0) & (context[3] > 0)
-    held &= best < worth[:, 0] * (1 - 1 / np.where(rho > 0, rho, 1))
+    out = base + worth[:, None] * residual / (1 + np.abs(residual) / reach)
+    best = np.where(s.mask, out, -np.inf).argmax(axis=1)
+    with np.errstate(invalid="ignore"):
+        used = np.maximum(waited[:, 0], 0) / q.ttft
+    chance = e.p_slo[np.arange(len(best)), best]
+    above = rule[6] + hold @ np.stack([*context[1:], used, chance])
+    held = _held(s, rule, out, harm, np.maximum(above, 0) * worth)
     return np.where(held[:, None], -np.inf, out)
 
 

@@ -52,7 +52,11 @@ VARIED = (
     {"kind": "marginal", "hold_until": 0.0},
     {"kind": "linear", "weights": {"quality": 2.0, "cost": -1.5, "e2e": -0.3}, "within": 0.2},
     {"kind": "actor", "weights": WEIGHTS, "loss": 0.5, "size": 0.7, "reach": 0.3},
-    {"kind": "actor", "weights": WEIGHTS, "hold_back": {"one": 0.9, "waited": 2.0, "tight": -0.5}},
+    {
+        "kind": "actor",
+        "weights": WEIGHTS,
+        "hold_more": {"chance": 0.9, "waited": 2.0, "tight": -0.5},
+    },
     {"kind": "actor", "weights": {}, "loss": 0.0, "price": 0.5, "foreign_tpot_ms": 30.0},
     {"kind": "bandit", "mode": "ucb", "alpha": 2.0, "price": 0.4},
     *(
@@ -233,8 +237,8 @@ def test_version_names_the_parameters():
 
 def test_without_weights_the_actor_is_the_marginal_rule():
     """Bit for bit, whatever the rule's parameters: where training starts."""
-    for options in ({}, {"loss": 0.4, "size": 0.5, "price": 0.2}):
-        rule = scorer_of("marginal", hold_until=0.0, **options)
+    for options in ({}, {"hold_until": 0.0}, {"loss": 0.4, "size": 0.5, "hold_above": 0.1}):
+        rule = scorer_of("marginal", **options)
         learned = scorer_of("actor", weights={}, **options)
         for state in states():
             assert np.array_equal(state.score(rule), state.score(learned))
@@ -244,7 +248,7 @@ def test_no_weight_moves_a_score_beyond_the_reach():
     """However wrong it is, training can cost a request's worth times `reach`."""
     wild = {trait: dict.fromkeys(ACTOR_CONTEXTS, 1e6) for trait in ACTOR_TRAITS}
     rule = scorer_of("marginal", hold_until=0.0)
-    learned = scorer_of("actor", weights=wild, reach=0.25)
+    learned = scorer_of("actor", weights=wild, reach=0.25, hold_until=0.0)
     for state in states():
         moved = state.score(learned)[state.mask] - state.score(rule)[state.mask]
         worth = np.broadcast_to(state.requests.weight[:, None], state.mask.shape)[state.mask]
@@ -254,7 +258,7 @@ def test_no_weight_moves_a_score_beyond_the_reach():
 @pytest.mark.parametrize(
     "patient",
     [
-        {"kind": "actor", "weights": {}, "hold_back": {"one": 2.5}},
+        {"kind": "actor", "weights": {}, "hold_above": 1.0, "hold_more": {"pressure": -20.0}},
         {"kind": "marginal", "hold_until": 1.0},
     ],
     ids=lambda options: options["kind"],

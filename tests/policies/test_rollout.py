@@ -162,14 +162,14 @@ def test_an_active_policy_with_poisoned_weights_never_decides():
     assert w.whole()
 
 
-PATIENT = {"kind": "actor", "weights": {}, "hold_back": {"one": 1e5}, "shed_below": 0.0}
-"""Waits for an idle fleet."""
+PATIENT = {"kind": "actor", "weights": {}, "hold_above": 0.0, "shed_below": 0.0}
+"""Waits while anybody could lose by it."""
 
 
 def begin(w, name):
     """A request arrives; whether it was sent."""
     w.now += 0.01
-    w.tell(Arrived(w.now, request(name, tenant="t1", slo=Slo(ttft=5.0))))
+    w.tell(Arrived(w.now, request(name, tenant="t1", slo=Slo(ttft=5.0, tpot=0.05))))
     return name in w.sends
 
 
@@ -182,7 +182,7 @@ def end(w, name):
 def test_to_hold_a_request_back_is_no_fault():
     """A learned policy may prefer to wait: the default does not step in, and the wait ends."""
     options = {k: v for k, v in PATIENT.items() if k not in {"kind", "shed_below"}}
-    w = world("actor", envelope={"ttft": (0.0, 1e3)}, **options)
+    w = world("actor", fleet=small_fleet(1), envelope={"ttft": (0.0, 1e3)}, **options)
     assert begin(w, "a")
     assert not begin(w, "b")
     end(w, "a")
@@ -194,7 +194,7 @@ def test_to_hold_a_request_back_is_no_fault():
 
 def test_a_shadow_that_would_hold_back_is_no_fault():
     """It is counted as a decision, with no route to show."""
-    w = world()
+    w = world(fleet=small_fleet(1))
     w.tell(TrialChanged(0.0, plan(PATIENT, mode="shadow")))
     assert begin(w, "a")
     assert begin(w, "b")

@@ -22,7 +22,7 @@ SCORERS = (
 DEFAULTS = {
     "actor": {
         "weights": {"tpot_used": {"one": -0.4, "tight": 0.5}, "slow": {"tight": -0.3}},
-        "hold_back": {"one": 0.5, "pressure": 0.4, "waited": -0.2},
+        "hold_more": {"chance": 0.3, "pressure": -0.4, "waited": 0.2},
     }
 }
 """Weights that place and hold otherwise than the rule."""

@@ -8,8 +8,10 @@ import pytest
 from domain.errors import ConfigError
 from policies.factory import build_scorer
 from training import train_es
+from training.compare import policy_of
 from training.scenario import Promise, Replicas, Scenario
 from training.train_es import DIMENSIONS, RULE, Job, Trained, policy_at, train
+from training.tune import KNOBS
 from training.worlds import World
 
 TEMPLATE = Scenario(
@@ -46,18 +48,35 @@ def job(**fields):
 
 
 def test_the_search_starts_at_the_marginal_rule():
-    """The origin has the rule's constants, no residual and holds nobody back."""
+    """The origin has the rule's constants and no residual, and holds back as the rule does."""
     policy = policy_at(np.zeros(DIMENSIONS))
-    assert policy.weights == {} == policy.hold_back
+    assert policy.weights == {} == policy.hold_more
     rule, start = build_scorer(RULE), build_scorer(policy)
     assert np.array_equal(start.params[: len(rule.params)], rule.params)
     assert not start.params[len(rule.params) + 1 :].any()
     assert (policy.shed_below, policy.alpha_max) == (RULE.shed_below, RULE.alpha_max)
 
 
-def test_every_coordinate_changes_the_policy():
-    plain = policy_at(np.zeros(DIMENSIONS))
-    assert all(policy_at(row) != plain for row in np.eye(DIMENSIONS))
+@pytest.mark.parametrize("kind", ["actor", *KNOBS])
+def test_every_coordinate_changes_the_policy(kind):
+    """Of the learned scorer and of every rule that is tuned; a rule starts with its defaults."""
+    space = job(kind=kind)
+    plain = space.policy(np.zeros(space.dimensions))
+    assert all(space.policy(row) != plain for row in np.eye(space.dimensions))
+    assert kind == "actor" or plain == space.start == policy_of(kind, {})
+
+
+def test_a_rule_is_tuned_on_the_same_worlds(tmp_path):
+    """Its constants are searched; what is kept is of its kind, and better than its defaults."""
+
+    class Wide(Pretended):
+        def fair(self, case, policy):
+            return 0.9 - case - (policy.ttft_margin - 0.5) ** 2
+
+    found = train(Wide(job(kind="best_fit", generations=20)), tmp_path)
+    assert found.best.gain > 0.0
+    assert found.policy.kind == "best_fit"
+    assert abs(found.policy.ttft_margin - 0.5) < 0.1
 
 
 def test_training_finds_what_helps(tmp_path):
@@ -128,7 +147,7 @@ def test_progress_tells_goodput_against_the_rule(tmp_path):
     told = []
     train(Pretended(job()), tmp_path, lambda *words: told.append(words))
     assert [done for done, _, _ in told] == list(range(1, 13))
-    assert "of the rule" in told[-1][2]
+    assert "of the start" in told[-1][2]
 
 
 def test_report_and_card_are_plain(tmp_path):
@@ -136,5 +155,5 @@ def test_report_and_card_are_plain(tmp_path):
     found = train(Pretended(job(generations=30)), tmp_path)
     card = train_es._card(job(), found, "sluice train policy --scenario a.yaml")
     assert json.loads(json.dumps(card)) == card
-    assert card["validation"]["goodput@90 over the rule"] >= 1.0
+    assert card["validation"]["goodput@90 over the start"] >= 1.0
     assert isinstance(found, Trained)
