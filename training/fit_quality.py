@@ -466,20 +466,88 @@ def reliability(probability: Floats, score: Floats) -> list[list[float]]:
     ]
 
 
-def routing(
-    answers: Answers, rows: Ints, ours: Floats, near: Floats, plain: Floats, folder: Path
-) -> dict[str, Any]:
-    """Cheapest choice under a quality floor, against the best single model and the oracle.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """Of n prompts that every one of k models answered: true and predicted scores, cost, (n, k).
+    `predicted`: ours, knn and base (each model's mean).
 
     Cost model: dollars per million tokens of the router's price list times (prompt + 200 tokens);
     where a set has no prices, billions of parameters from the model's name (models without a size
     are left out).
     """
+
+    models: Sequence[str]
+    truth: Floats
+    predicted: Mapping[str, Floats]
+    cost: Floats
+
+
+def held_out(judged: Judged) -> tuple[Ints, Ints]:
+    """Rows of seven tenths of the prompts, to fit on, and of the others, by the prompts' hashes."""
+    held = hashed(judged.answers.prompt_ids, "sluice-1|prompt")[judged.answers.prompt] < 0.3
+    return np.flatnonzero(~held), np.flatnonzero(held)
+
+
+def tables_of(
+    model: QualityModel, judged: Judged, train: Ints, test: Ints, text: TextEncoder, folder: Path
+) -> dict[str, Tables]:
+    """The test prompts of every set whose models have a cost, by set."""
+    answers = judged.answers
+    rates = base_rates(judged, train, by_task=False)
+    embedding = text.embed_many(answers.vectors)
+    found = {}
+    for name in np.unique(answers.dataset):
+        rows = test[answers.dataset[test] == name]
+        rows = rows[[key in rates for key in _keys(answers, rows)]]
+        known = train[answers.dataset[train] == name]
+        plain = np.array([rates[key] for key in _keys(answers, rows)])
+        ours = predictions(model, answers, rows, rates)
+        near = knn(answers, known, rows, embedding, plain)
+        tables = _tables(answers, rows, ours, near, plain, folder)
+        if tables is not None:
+            found[str(name)] = tables
+    return found
+
+
+def routing(
+    answers: Answers, rows: Ints, ours: Floats, near: Floats, plain: Floats, folder: Path
+) -> dict[str, Any]:
+    """Cheapest choice under a quality floor, against the best single model and the oracle."""
+    tables = _tables(answers, rows, ours, near, plain, folder)
+    if tables is None:
+        return {}
+    truth, cost = tables.truth, tables.cost
+    single = int(truth.mean(0).argmax())
+    top = float(truth[:, single].mean())
+    out: dict[str, Any] = {
+        "prompts": len(truth),
+        "models": tables.models,
+        "best_single": {
+            "model": tables.models[single],
+            "quality": top,
+            "cost": float(cost[:, single].mean()),
+        },
+        "oracle": _oracle(truth, cost),
+        "floors": {},
+    }
+    for share in (0.85, 0.95, 1.0):
+        floor = share * top
+        entry = {
+            label: floor_run(truth, table, cost, floor) for label, table in tables.predicted.items()
+        }
+        out["floors"][f"{floor:.3f}"] = entry
+    return out
+
+
+def _tables(
+    answers: Answers, rows: Ints, ours: Floats, near: Floats, plain: Floats, folder: Path
+) -> Tables | None:
+    """None where fewer than three models have a cost."""
     names = [str(n) for n in np.unique(answers.model[rows])]
     price = prices(folder, names)
     names = [n for n in names if n in price]
     if len(names) < 3:
-        return {}
+        return None
     prompts, where = np.unique(answers.prompt[rows], return_inverse=True)
     shape = (len(prompts), len(names))
     place = {n: i for i, n in enumerate(names)}
@@ -494,27 +562,13 @@ def routing(
     truth, *predicted = (table[full] for table in tables)
     tokens = np.expm1(answers.vectors[prompts[full], 0]) / 4.0 + 200.0
     cost = tokens[:, None] * np.array([price[n] for n in names]) / 1000.0
-    single = int(truth.mean(0).argmax())
-    top = float(truth[:, single].mean())
-    out: dict[str, Any] = {
-        "prompts": len(truth),
-        "models": names,
-        "best_single": {
-            "model": names[single],
-            "quality": top,
-            "cost": float(cost[:, single].mean()),
-        },
-        "oracle": _oracle(truth, cost),
-        "floors": {},
-    }
-    for share in (0.85, 0.95, 1.0):
-        floor = share * top
-        entry = {
-            label: floor_run(truth, table, cost, floor)
-            for label, table in zip(("ours", "knn", "base"), predicted, strict=True)
-        }
-        out["floors"][f"{floor:.3f}"] = entry
-    return out
+    labels = ("ours", "knn", "base")
+    return Tables(
+        models=names,
+        truth=truth,
+        predicted=dict(zip(labels, predicted, strict=True)),
+        cost=cost,
+    )
 
 
 def prices(folder: Path, names: Sequence[str]) -> dict[str, float]:
@@ -602,10 +656,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("no judged answers: name sets, or logs with feedback in them", file=sys.stderr)
         return 2
     judged = both(parts)
-    held = hashed(judged.answers.prompt_ids, "sluice-1|prompt")[judged.answers.prompt] < 0.3
+    train, test = held_out(judged)
     if args.no_test:
-        held[:] = False
-    train, test = np.flatnonzero(~held), np.flatnonzero(held)
+        train, test = np.arange(len(judged.answers)), np.zeros(0, np.int64)
     text = TextEncoder.packaged()
     artifact, health = fit(judged, train, text, QualityConfig(seed=args.seed))
     report = {}
