@@ -12,8 +12,10 @@ estimators, since each fails differently:
             variance and worst squared bias; its interval does not hold that bias
 
 Intervals are percentiles of a bootstrap over blocks of consecutive requests, since neighbours share
-their load. An estimate is refused below an effective sample size of 100, and where the weights do
-not average to one: then the target takes routes that exploration never took.
+their load. An estimate is refused below an effective sample size of 100, where the weights do not
+average to one (then the target takes routes that exploration never took), and where the target
+parts from the log on requests of which too few explored lines tell: a policy that differs on one
+request in thirty has an effective sample size near the whole log's, and rests on three lines.
 
 What no weighting repairs: a route's latency depends on what else was sent there, so another policy
 would have met another queue. Estimates of latency and of met limits carry that warning
@@ -50,6 +52,9 @@ RANDOM = frozenset({"random", "power_of_two", "bandit"})
 INTERFERES = frozenset({"met", "ttft", "e2e"})
 """Rewards that depend on what else was sent to the route."""
 LEAST_ESS = 100.0
+LEAST_EXPLORED = 30
+"""Lines of an explored route that the target would have taken; with fewer a bootstrap does not see
+how far off they may be. Chosen on seeds that docs/ope.md does not report."""
 BLOCKS = 400
 OUTPUT_WEIGHT = 5.0
 
@@ -264,6 +269,12 @@ def evaluate(
     refused = None
     if ess < LEAST_ESS:
         refused = f"evidence is thin: effective sample size {ess:.0f} is below {LEAST_ESS:.0f}"
+    elif parted(log, target) and explored(log, target) < LEAST_EXPLORED:
+        refused = (
+            f"evidence is thin: the policies part on {parted(log, target)} of {n} requests, of "
+            f"which {explored(log, target)} explored lines tell, fewer than {LEAST_EXPLORED}; log "
+            "more requests or explore more"
+        )
     elif abs(mean - 1.0) > 0.05 + 3.0 * spread:
         refused = (
             f"weights average to {mean:.2f}, not 1: the target takes routes that were never "
@@ -309,6 +320,18 @@ def evaluate(
 
 
 _METHODS = ("ips", "snips", "dr", "switch")
+
+
+def explored(log: Log, target: Ints) -> int:
+    """Lines in which exploration took another route than the log's policy, and the target's."""
+    return int(((target == 0) & (log.propensity < 0.5)).sum())
+
+
+def parted(log: Log, target: Ints) -> int:
+    """Lines in which the target takes another route than the log's policy, as far as they show it:
+    where exploration decided, one that the target takes as well.
+    """
+    return int(((target != 0) & (log.propensity >= 0.5)).sum()) + explored(log, target)
 
 
 def _refusal(reward: str, method: str, why: str) -> Estimate:

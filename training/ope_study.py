@@ -2,7 +2,7 @@
 
     python -m training.ope_study [--policies 50] [--logs 10] [--requests 60000] [--json]
 
-A run in the simulator with `explore: 0.01` writes each log: the live core's own records, as a
+A run in the simulator with `explore: 0.03` writes each log: the live core's own records, as a
 gateway writes them. Each of fifty `linear` policies with random weights, kept to routes whose
 P(SLO) is within 0.02 of the best as exploration is, is judged from that log and then run itself on
 other requests of the same scenario. Rewards: `good`, whether the answer is good enough (harder
@@ -33,7 +33,17 @@ from domain.records import decision_record
 from policies.config import LinearPolicy
 from policies.factory import build_core
 from training.evaluate import estimator_for
-from training.ope import OUTPUT_WEIGHT, Floats, Ints, Record, collect, evaluate, linear_target
+from training.ope import (
+    OUTPUT_WEIGHT,
+    Floats,
+    Ints,
+    Record,
+    collect,
+    evaluate,
+    explored,
+    linear_target,
+    parted,
+)
 from training.scenario import Arrivals, Case, Promise, Replicas, Scenario, VariantQuality, build
 from training.traces import rows
 from training.virtual import VirtualShell
@@ -126,7 +136,7 @@ class Logged:
     place: Ints
 
 
-def logged(case: Case) -> Logged:
+def logged(case: Case, explore: float) -> Logged:
     """The decision records of one run with exploration, rewards drawn once a request."""
     sends: dict[str, Send] = {}
     outcomes: list[Any] = []
@@ -139,7 +149,7 @@ def logged(case: Case) -> Logged:
                 outcomes.append(action.outcome)
 
     # The log's policy takes the fastest of the nearly equal ones.
-    live(case, policy({"p_slo": 1.0, "e2e": -0.05}, explore=0.01, log_candidates=8), listen)
+    live(case, policy({"p_slo": 1.0, "e2e": -0.05}, explore=explore, log_candidates=8), listen)
     names = tuple(r.name for r in case.fleet.replicas)
     variants = tuple(v.name for v in case.fleet.variants)
     draws = np.random.default_rng([case.seed, 77]).random(len(case.trace))
@@ -202,6 +212,7 @@ def main() -> None:
     parser.add_argument(
         "--truth", type=int, default=4_000, help="requests of each policy's own run"
     )
+    parser.add_argument("--explore", type=float, default=0.03)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -210,7 +221,7 @@ def main() -> None:
     wanted = targets(args.policies, args.seed)
     for k in range(args.logs):
         case = build(scenario(args.requests), RATE, args.seed + k)
-        written = logged(case)
+        written = logged(case, args.explore)
         log = collect(written.records)
         part = first(case, args.truth)
         for number in range(k, args.policies, args.logs):
@@ -225,6 +236,7 @@ def main() -> None:
                             "policy": number, "log": k, "reward": reward, "method": e.method,
                             "truth": mean, "truth_error": error, "value": e.value, "low": e.low,
                             "high": e.high, "ess": e.ess, "mean_weight": e.mean_weight,
+                            "explored": explored(log, target), "parted": parted(log, target),
                             "refused": e.refused is not None, "inside": e.low <= mean <= e.high,
                         }
                     )  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 from domain.errors import ConfigError
 from policies.names import LOGGED
 from sluice.cli import main
-from training.ope import Log, collect, evaluate, linear_target, traits_of_line
+from training.ope import LEAST_ESS, Log, collect, evaluate, explored, linear_target, traits_of_line
 
 K = 3
 GOOD = np.array([0.9, 0.6, 0.3])
@@ -39,6 +39,38 @@ def world(n, rng, explore=0.1):
         left_out={},
     )
     return log, truth[rows, order]
+
+
+@pytest.mark.parametrize("share", [0.02, 0.05, 0.1, 0.5, 1.0])
+def test_who_parts_on_few_requests_is_refused_or_judged_rightly(share):
+    """The target takes the best route for a share of the requests, the log's elsewhere: the whole
+    log's weights look well, but few explored lines tell. What is not refused holds the truth as
+    often as it says; what is says how many lines there were and what helps.
+    """
+    rng = np.random.default_rng(int(1000 * share))
+    inside = told = 0
+    for _ in range(60):
+        log, truth = world(10_000, rng, explore=0.03)
+        greedy = linear_target(log, {"p_slo": 1.0})
+        best = linear_target(log, {"quality": 1.0})
+        mark = log.traits[:, :, 1].sum(axis=1)  # of the request, whichever route was taken
+        target = np.where(mark <= np.quantile(mark, share), best, greedy)
+        mean = truth[np.arange(len(log)), target].mean()
+        found = {e.method: e for e in evaluate(log, target, "good", resamples=300)}
+        if found["snips"].refused is None:
+            told += 1
+            inside += found["snips"].low <= mean <= found["snips"].high
+        elif found["snips"].ess >= LEAST_ESS:
+            assert f"{explored(log, target)} explored lines" in found["snips"].refused
+            assert "explore more" in found["snips"].refused
+    assert told == 0 if share <= 0.1 else told > 10
+    assert inside >= 0.85 * told
+
+
+def test_who_takes_the_logs_own_routes_needs_no_exploration():
+    log, _ = world(4_000, np.random.default_rng(2), explore=0.01)
+    found = evaluate(log, linear_target(log, {"p_slo": 1.0}), "good", resamples=100)
+    assert all(e.refused is None for e in found)
 
 
 @pytest.mark.parametrize(("weights", "route"), [({"quality": 1.0}, 0.9), ({"quality": -1.0}, 0.3)])
