@@ -60,6 +60,7 @@ def stretched(source: Path, out: Path, dilate: float) -> tuple[Path, Path]:
     free ports.
     """
     settings = yaml.safe_load(source.read_text())
+    settings["default_class"] = "interactive"  # who asks may have that, and any below
     for replica in settings["fleet"]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
