@@ -33,13 +33,18 @@ def profiles():
     }
 
 
+TEMPLATE = 24.0
+"""Tokens with which every prompt begins; the engines have them in their caches."""
+
+
 def requests(n):
     rng = np.random.default_rng(3)
+    prompts = rng.integers(10, 60, n).tolist()
     return [
-        {"index": i, "due": 1.5 * i, "prompt": int(rng.integers(10, 60)), "prompt_tokens": 0.0,
-         "wanted": int(rng.integers(5, 30)), "status": 200, "error": "", "tokens": 0.0,
-         "first": None, "last": None, "ended": None}
-        for i in range(n)
+        {"index": i, "due": 1.5 * i, "prompt": prompt, "prompt_tokens": prompt + TEMPLATE,
+         "cached": TEMPLATE, "wanted": int(rng.integers(5, 30)), "status": 200, "error": "",
+         "tokens": 0.0, "first": None, "last": None, "ended": None, "request_id": f"r{i}"}
+        for i, prompt in enumerate(prompts)
     ]  # fmt: skip
 
 
@@ -63,7 +68,13 @@ def folder(tmp_path):
                 e2e = ttft + (e2e - row["ttft"]) * np.exp(rng.normal(0, 0.05))
                 times = {"first": line["due"] + ttft, "last": line["due"] + e2e}
                 lines.append({**line, **times, "ended": times["last"], "tokens": line["wanted"]})
-            (run / "requests.jsonl").write_text("\n".join(map(json.dumps, lines)))
+            told = [{k: v for k, v in line.items() if k != "cached"} for line in lines]
+            (run / "requests.jsonl").write_text("\n".join(map(json.dumps, told)))
+            decided = [
+                {"id": f"r{i}", "outcome": {"sent": 0.1, "cached_tokens": TEMPLATE}}
+                for i in range(len(plan))
+            ]
+            (run / "decisions.jsonl").write_text("\n".join(map(json.dumps, decided)))
             (run / "report.json").write_text("{}")
             (run / "gateway.yaml").write_text(config.read_text())
     keep(tmp_path, found.profiles)
@@ -87,6 +98,15 @@ def test_a_simulator_that_is_right_is_within_the_noise(folder, capsys):
     assert [line.endswith("kept |") for line in lines if "robin" in line] == [True]
     assert [line.endswith("kept |") for line in lines if "least" in line] == [True]
     assert lines[-1].startswith("Of 1 pairs")
+
+
+def test_what_the_engines_had_in_their_caches_is_not_computed(folder):
+    """The simulator's prompts are what is left of those that the engines counted."""
+    lines = local_truth.read_run(folder / "0-round_robin")
+    settings = load(folder / "0-round_robin" / "gateway.yaml")
+    found = Calibrated(profiles=profiles(), delays=dict.fromkeys(PAIR, 0.01))
+    case = case_of(settings, promise_of(settings, None), found, [lines])
+    assert case.trace.prompt.tolist() == [line["prompt_tokens"] - TEMPLATE for line in lines]
 
 
 def test_one_that_is_a_fifth_too_slow_is_not(folder, capsys):
