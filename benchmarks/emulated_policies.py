@@ -46,7 +46,7 @@ from training.scenario import Case, Metrics, Promise, Replicas, Scenario, build
 from training.traces import trace as trace_of
 
 POLICIES = ("actor", "marginal", "best_fit", "least_requests", "round_robin")
-SHAPE = ("--max-prompt", "4000", "--max-output", "800")
+SHAPE = ("--max-prompt", "4000", "--max-output", "300")
 MIX = ("--class", "interactive=0.5", "--class", "relaxed=0.5")
 EXTRA = ("--length-field", "n_predict", "--timeout", "3600")
 TIMES = ("overhead_ms", "weights_ms", "per_sequence_us", "per_context_ns", "per_token_us")
