@@ -2,7 +2,7 @@
 
 True answer lengths, a strong rule, and rehearsal: the case is played, requests that missed their
 limits are turned away at the door the next time, some of them are let in again, and the best play
-counts. Each play can be carried out by somebody who knows the future, so the result is a *lower*
+counts, the blind one among them: a rule that holds back is sometimes better off less sure. Each play can be carried out by somebody who knows the future, so the result is a *lower*
 bound on the best possible; how far below is not known.
 """
 
@@ -29,7 +29,7 @@ def look_ahead(case: Case, policies: Sequence[PolicyConfig], play: Play) -> Repo
     known = replace(case, scenario=case.scenario.model_copy(update={"length_sigma": 0.0}))
     best: Report | None = None
     for policy in policies:
-        for run in _rehearsals(known, policy, play):
+        for run in [play(case, policy), *_rehearsals(known, policy, play)]:
             report = measure(case, run, LABEL)
             if best is None or fair(report) > fair(best):
                 best = report

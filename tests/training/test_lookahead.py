@@ -1,6 +1,7 @@
 """Who knows the future does better, and plays only what could be played."""
 
 import numpy as np
+import pytest
 
 from tests.fakes.small_fleet import LiveRunner, small
 from training.evaluate import policy_named
@@ -9,8 +10,10 @@ from training.measures import fair, measure
 from training.scenario import build
 
 
-def test_look_ahead_beats_the_blind_rule_on_average():
-    policy = policy_named("marginal")
+@pytest.mark.parametrize(("options", "least"), [({}, 0.0), ({"hold_until": 0.0}, 0.02)])
+def test_look_ahead_beats_the_blind_rule_on_average(options, least):
+    """A rule that holds nobody back by much; never does it worse than either."""
+    policy = policy_named("marginal", **options)
     gains = []
     for seed in (1, 2, 3):
         case = build(small(), 20.0, seed)
@@ -18,4 +21,5 @@ def test_look_ahead_beats_the_blind_rule_on_average():
         best = look_ahead(case, [policy], lambda c, p: LiveRunner().run(c, p)[0])
         assert best.arrivals == blind.arrivals
         gains.append(fair(best) - fair(blind))
-    assert np.mean(gains) > 0.01
+    assert min(gains) >= 0.0
+    assert np.mean(gains) > least
