@@ -2,8 +2,9 @@
 
 True answer lengths, a strong rule, and rehearsal: the case is played, requests that missed their
 limits are turned away at the door the next time, some of them are let in again, and the best play
-counts, the blind one among them: a rule that holds back is sometimes better off less sure. Each play can be carried out by somebody who knows the future, so the result is a *lower*
-bound on the best possible; how far below is not known.
+counts, the blind one among them: a rule that holds back is sometimes better off less sure. Each
+play can be carried out by somebody who knows the future, so the result is a *lower* bound on the
+best possible; how far below is not known.
 """
 
 from __future__ import annotations
