@@ -54,7 +54,7 @@ INTERFERES = frozenset({"met", "ttft", "e2e"})
 LEAST_ESS = 100.0
 LEAST_EXPLORED = 30
 """Lines of an explored route that the target would have taken; with fewer a bootstrap does not see
-how far off they may be. Chosen on seeds that docs/ope.md does not report."""
+how far off they may be. Chosen on made-up logs, not on those that docs/ope.md reports."""
 BLOCKS = 400
 OUTPUT_WEIGHT = 5.0
 
