@@ -154,7 +154,8 @@ class Scores(NamedTuple):
     """Written by a scorer: higher is better, -inf outside the mask and where never to go.
 
     A request that is held back has -inf on every route, and in `hold` when it is to be looked at
-    again whatever happens until then, in s; -inf where none is.
+    again whatever happens until then, in s; -inf where none is. One whose best route scores less
+    than its `shed` is refused, where its class may be; -inf where the scorer has no say in that.
     """
 
     route: Floats  # (n, c)

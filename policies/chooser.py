@@ -96,6 +96,7 @@ class _Policy:
 class Choice:
     """The `index`-th of the requests that were looked at takes `route`; `p_best` is its best P(SLO)
     anywhere. With `wait_until` the route is full and warm: better wait for it, until then at most.
+    `refused`: the policy would rather not serve it.
     """
 
     index: int
@@ -108,6 +109,7 @@ class Choice:
     candidates: tuple[Candidate, ...]
     wait_until: float | None = None
     shadow: Candidate | None = None
+    refused: bool = False
 
 
 class Chooser:
@@ -257,6 +259,7 @@ class Chooser:
         score = block.scores.route
         score.fill(-inf)
         block.scores.hold.fill(-inf)
+        block.scores.shed.fill(-inf)
         shadow = None
         if oversight is None:
             own.kernel(
@@ -281,6 +284,7 @@ class Chooser:
         if i == kernels.NONE:
             self.look_at = self._earliest(block.scores.hold)
             return None
+        refused = block.scores.shed.item(i) > score.item(i, route)
         wait_until = None
         if waits:
             if block.until[i, route] > -inf:
@@ -316,6 +320,7 @@ class Chooser:
             self._candidates(block, i, route),
             wait_until,
             shadow,
+            refused,
         )
 
     def _widened(
@@ -348,18 +353,18 @@ class Chooser:
         return some
 
     def hopeless(self, entry: Entry, choice: Choice) -> bool:
-        """Whether to refuse for want of a chance: probability 1 - p / shed_below below the
-        threshold.
+        """Whether to refuse: what the policy would rather not serve; and for want of a chance, with
+        probability 1 - p / shed_below below the threshold.
         """
         options = self._options
         if self.oversight is not None:
             options = self.oversight.options(entry.request, options)
         threshold = options.shed_below
-        if choice.p_best >= threshold or not entry.slo_class.sheddable or entry.attempts > 0:
+        if choice.p_best >= threshold and not choice.refused:
             return False
-        if min(entry.limits) == inf:
+        if not entry.slo_class.sheddable or entry.attempts > 0 or min(entry.limits) == inf:
             return False
-        return bool(
+        return choice.refused or bool(
             self._uniform(self._options.seed, self._counter, -3) >= choice.p_best / threshold
         )
 

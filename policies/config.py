@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from policies.names import TRAITS, ActorContext, ActorTrait, HoldContext, Trait
+from policies.names import (
+    NETWORK_INPUTS,
+    NETWORK_SCHEMA,
+    TRAITS,
+    ActorContext,
+    ActorTrait,
+    HoldContext,
+    Trait,
+)
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Weight = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
@@ -160,6 +168,49 @@ class ActorPolicy(_Learned, _Marginal):
     hold_more: dict[HoldContext, Weight] = {}  # what each adds to `hold_above`
 
 
+Row = tuple[Weight, ...]
+
+
+class NetworkLayers(BaseModel):
+    """The weights of a set scorer of width H: `policies.scorers.network` says what they mean."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    inputs: str  # `policies.names.NETWORK_SCHEMA` of the inputs that they were trained on
+    w1: tuple[Row, ...]  # (H, K)
+    b1: Row  # (H,)
+    w2: tuple[Row, ...]  # (H, 2 H)
+    b2: Row
+    route: Row  # heads (H,)
+    hold: Row
+    shed: Row
+    bias: tuple[Weight, Weight] = (0.0, 0.0)  # of hold and shed
+
+    @model_validator(mode="after")
+    def _fits(self) -> NetworkLayers:
+        h = len(self.b1)
+        if self.inputs != NETWORK_SCHEMA:
+            raise ValueError(f"trained on inputs {self.inputs}, not {NETWORK_SCHEMA}; train again")
+        rows = {len(self.w1), len(self.w2), *map(len, (self.b2, self.route, self.hold, self.shed))}
+        if not 1 <= h <= 256 or rows != {h}:
+            raise ValueError("layers must have one width, 1 to 256")
+        if {len(row) for row in self.w1} != {len(NETWORK_INPUTS)}:
+            raise ValueError(f"w1 must have {len(NETWORK_INPUTS)} columns")
+        if {len(row) for row in self.w2} != {2 * h}:
+            raise ValueError(f"w2 must have {2 * h} columns")
+        return self
+
+
+class NetworkPolicy(_Learned, _Marginal):
+    """A small network's bounded residual on the marginal rule (`sluice train policy --algo ppo`);
+    without layers the marginal rule itself.
+    """
+
+    kind: Literal["network"]
+    layers: NetworkLayers | None = None
+    reach: float = Field(default=0.5, gt=0.0, le=100.0)  # requests by which a score moves at most
+
+
 class BanditPolicy(_Learned):
     """A linear bandit that learns from outcomes while it serves."""
 
@@ -221,6 +272,7 @@ PolicyConfig = Annotated[
     | MarginalPolicy
     | LinearPolicy
     | ActorPolicy
+    | NetworkPolicy
     | BanditPolicy
     | DriftPlusPenaltyPolicy,
     Field(discriminator="kind"),

@@ -82,7 +82,7 @@ def build_scorer(config: PolicyConfig | PlainBase) -> Scorer:
             from policies.scorers.pools import POOLS
 
             return POOLS
-        case "marginal" | "actor":
+        case "marginal" | "actor" | "network":
             from policies.scorers.marginal import MarginalParams, marginal
 
             rule = MarginalParams(
@@ -97,6 +97,11 @@ def build_scorer(config: PolicyConfig | PlainBase) -> Scorer:
             )
             if config.kind == "marginal":
                 return marginal(rule)
+            if config.kind == "network":
+                from policies.scorers.network import network
+
+                layers = None if config.layers is None else config.layers.model_dump()
+                return network(layers, rule, config.reach, config.ranges())
             from policies.scorers.actor import actor
 
             found = config.weights or {}

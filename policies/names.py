@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Literal, get_args
 
 Trait = Literal[
@@ -59,3 +60,13 @@ best route."""
 ACTOR_TRAITS: tuple[ActorTrait, ...] = get_args(ActorTrait)
 ACTOR_CONTEXTS: tuple[ActorContext, ...] = get_args(ActorContext)
 HOLD_CONTEXTS: tuple[HoldContext, ...] = get_args(HoldContext)
+
+NETWORK_INPUTS = (
+    *TRAITS, "behind", "harm", "tight", "long", "heavy", "waited", "first", "slow", "foreign",
+)  # fmt: skip
+"""What the network sees of a candidate: the traits; how far the rule's value is behind the best,
+and what others lose; the request's pace, length and prompt, the share of its TTFT limit that is
+gone, whether its class is the first; the fixed part of a step, other gateways' sequences."""
+
+NETWORK_SCHEMA = f"{zlib.crc32(' '.join(NETWORK_INPUTS).encode()):08x}"
+"""Hash of the inputs in their order; weights for others are refused."""

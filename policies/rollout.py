@@ -318,6 +318,7 @@ class Oversight:
         if any(faults):
             for i in np.flatnonzero(faults).tolist():
                 score[i], policies[i] = -np.inf, self._fallback
+                block.scores.shed[i] = -np.inf
             again = [self._fallback if fault else None for fault in faults]
             self._score(again, block, fleet, routes, now)
         by_value = all(policy.scorer.unit == "value" for policy in policies)

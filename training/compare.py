@@ -85,11 +85,11 @@ def policy_of(kind: str, options: Mapping[str, Any]) -> PolicyConfig:
 
 
 def _bare(policy: PolicyConfig) -> PolicyConfig:
-    """The learned set scorer with its weights, as it was trained: without the guard rail around
-    it, which the compiled loop does not know.
+    """A learned set scorer with its weights, as it was trained: without the guard rail around it,
+    which the compiled loop does not know.
     """
     policy = resolved(policy)
-    if policy.kind != "actor":
+    if policy.kind not in ("actor", "network"):
         return policy
     return policy.model_copy(update={"envelope": {}, "log_candidates": 0})
 

@@ -264,6 +264,7 @@ def choose(
                     draws[k, c] = kernels.uniform(rules.seed, w.state[0].choices, lane)
         sc.route[:] = -np.inf
         sc.hold[:] = -np.inf
+        sc.shed[:] = -np.inf
         kernel(params, rq, fl, rt, es, room, draws, now, sc)
         if rules.by_value:
             k, c = kernels.best_pair(sc.route, room, rq.tie)
@@ -275,6 +276,7 @@ def choose(
         who = b.who[low + k]
         cls = rows[who].class_id
         chance = kernels.best_chance(room[k], es.p_slo[k]) if rules.estimates else 1.0
+        refused = sc.shed[k] > sc.route[k, c]
         if rules.explore > 0.0 and q.classes[cls].rank > 0:
             c, _ = kernels.explored(
                 room[k],
@@ -287,9 +289,9 @@ def choose(
             )
         hopeless = False
         limited = min(rows[who].ttft, rows[who].tpot, rows[who].e2e) < np.inf
-        if chance < rules.shed_below and q.classes[cls].sheddable and limited:
+        if (refused or chance < rules.shed_below) and q.classes[cls].sheddable and limited:
             coin = kernels.uniform(rules.seed, w.state[0].choices, -3)
-            hopeless = coin >= chance / rules.shed_below
+            hopeless = refused or coin >= chance / rules.shed_below
         return low + k, c, hopeless, chance
     w.state[0].look_at = look_at
     return NONE, NONE, False, 0.0

@@ -237,6 +237,49 @@ def actor(s, p):
     return np.where(held[:, None], -np.inf, out)
 
 
+def network(s, p):
+    rule, until, reach, h, rest = p[:8], p[8], p[9], int(p[10]), p[11:]
+    q, f, d, k = s.requests, s.fleet, s.routes.decode, 21
+    base, worth = marginal(s, rule), q.weight * ((q.prompt + 5 * q.expected) / 1000) ** rule[5]
+    harm = worth[:, None] * s.estimates.p_slo + rule[1] * cheapest(s, None) - base
+    best = np.where(s.mask, base, -np.inf).max(axis=1)
+    waited = np.minimum(np.maximum(s.now - q.arrived, 0) / q.ttft, 1)
+    units = np.array([1, 1, 1, 0.5, 0.5, 0.5, 1, 0.3, 0.25, 0.125, 1, 1])
+    with np.errstate(invalid="ignore"):
+        tight, more = 1 - _soft(q.tpot, 0.05), [_soft((best[:, None] - base) / worth[:, None], 0.2)]
+    per = [tight, _soft(q.expected, 200), _soft(q.prompt, 1000), waited, 1.0 * (q.class_id == 0)]
+    more += [_soft(np.maximum(harm, 0) / worth[:, None], 0.5)]
+    more += [np.repeat(row[:, None], len(d), axis=1) for row in per]
+    more += [_wide(s, _soft((f.overhead + f.weights)[d], 0.02))]
+    more += [_wide(s, _soft(f.foreign_running[d], 16))]
+    x = np.concatenate([_traits(s) * units, np.stack(more, axis=2)], axis=2)
+    cuts = np.cumsum([h * k, h, 2 * h * h, h, h, h, h])
+    w1, b1, w2, b2, route, hold, shed, bias = np.split(rest, cuts)
+    there = s.mask[:, :, None]
+
+    def mean(a):
+        return np.where(there, a, 0).sum(axis=1) / np.maximum(there.sum(axis=1), 1)
+
+    def squash(a):
+        return a / (1 + np.abs(a))
+
+    def bounded(r):
+        return r / (1 + np.abs(r) / reach)
+
+    one = squash(x @ w1.reshape(h, k).T + b1)
+    both = np.concatenate([one, np.repeat(mean(one)[:, None], len(d), axis=1)], axis=2)
+    two = squash(both @ w2.reshape(h, 2 * h).T + b2)
+    out = base + worth[:, None] * bounded(two @ route)
+    above = np.maximum(rule[6] - bounded(mean(two) @ hold + bias[0]), 0) * worth
+    chance = np.where(s.mask, s.estimates.p_slo, 0).max(axis=1)
+    refuse = worth * (bounded(mean(two) @ shed + bias[1]) - chance)
+    first = np.where(s.mask, out, -np.inf).argmax(axis=1)
+    harm = harm[np.arange(len(first)), first]
+    held = (harm > above) & (harm - above >= refuse) & ((_batch(s) > 0) | ~s.mask).all(axis=1)
+    held &= s.now < q.arrived + until * np.where(np.isfinite(q.ttft), q.ttft, 0)
+    return np.where(held[:, None], -np.inf, out)
+
+
 def _tighter(s):
     """Share of a route's own streams with a tighter pace than each request's."""
     out = np.zeros(s.mask.shape)

@@ -11,23 +11,30 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from domain.columns import FleetColumns
 from domain.ports import Lesson
 from policies import kernels
 from policies.config import PolicyConfig
 from policies.factory import build_scorer
-from policies.names import ACTOR_CONTEXTS, ACTOR_TRAITS, TRAITS
+from policies.names import ACTOR_CONTEXTS, ACTOR_TRAITS, NETWORK_INPUTS, TRAITS
 from policies.scorers.drift_plus_penalty import BASES
 from tests.contracts import oracles
+from tests.fakes.networks import layers_of
 from tests.fakes.shells import SCORERS as KINDS
 from tests.fakes.shells import policy
 from tests.fakes.states import State, plain_state, random_state
 
 TARGETS = [{"rank": 0, "attainment": 0.95}, {"rank": 1, "attainment": 0.5, "quality": 0.99}]
 
+DENSE = layers_of(
+    w1=[[float(name == "running") for name in NETWORK_INPUTS]], w2=[[1.0, 0.0]], route=[4.0]
+)
+"""Prefers replicas that run much."""
+
 DEFAULTS: dict[str, dict[str, Any]] = {
+    "network": {"layers": DENSE},
     "drift_plus_penalty": {"targets": TARGETS, "v": 2.0},
     "actor": {"weights": {"tighter": {"one": -0.5}}},
 }
@@ -58,6 +65,9 @@ VARIED = (
         "hold_more": {"chance": 0.9, "waited": 2.0, "tight": -0.5},
     },
     {"kind": "actor", "weights": {}, "loss": 0.0, "price": 0.5, "foreign_tpot_ms": 30.0},
+    {"kind": "network", "layers": layers_of(3, seed=1), "reach": 0.3, "size": 0.7},
+    {"kind": "network", "layers": layers_of(5, seed=2), "loss": 0.5, "hold_above": 0.1},
+    {"kind": "network", "layers": layers_of(2, seed=3), "price": 0.5, "foreign_tpot_ms": 30.0},
     {"kind": "bandit", "mode": "ucb", "alpha": 2.0, "price": 0.4},
     *(
         {"kind": "drift_plus_penalty", "base": {"kind": base}, "targets": TARGETS, "v": 3.0}
@@ -215,7 +225,7 @@ def test_the_python_source_agrees_with_the_compiled_kernel(scorer):
         assert np.allclose(state.score(scorer), source, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("config", VARIED, ids=lambda c: "-".join(map(str, c.values())))
+@pytest.mark.parametrize("config", VARIED, ids=lambda c: "-".join(map(str, c.values()))[:60])
 def test_an_independent_oracle_agrees(config):
     """Ten lines of numpy say the same on random fleets, whatever the parameters."""
     scorer = scorer_of(**config)
@@ -255,11 +265,67 @@ def test_no_weight_moves_a_score_beyond_the_reach():
         assert np.all(np.abs(moved) <= 0.25 * worth + 1e-9)
 
 
+def test_without_layers_or_with_silent_heads_the_network_is_the_marginal_rule():
+    """Bit for bit, holding included, and it refuses nobody: where training starts."""
+    silent = layers_of(4, seed=7) | {
+        "route": [0.0] * 4, "hold": [0.0] * 4, "shed": [0.0] * 4, "bias": [0.0, 0.0]
+    }  # fmt: skip
+    for options in ({}, {"loss": 0.4, "size": 0.5, "price": 0.2}, {"hold_above": 0.01}):
+        rule = scorer_of("marginal", **options)
+        for layers in (None, silent):
+            learned = scorer_of("network", layers=layers, **options)
+            for state in states():
+                wanted = state.score(rule)
+                assert np.array_equal(wanted, state.score(learned))
+                assert np.array_equal(state.held(rule), state.held(learned))
+                served = np.isfinite(wanted).any(axis=1)
+                assert np.all(state.refusal(learned)[served] <= wanted.max(axis=1)[served])
+
+
+def test_no_layers_move_a_score_beyond_the_reach():
+    """However wrong they are, a score moves by a request's worth times `reach` at most."""
+    wild = layers_of(4, seed=8) | {"route": [1e6, -1e6, 1e6, 1e6], "bias": [-1e6, -1e6]}
+    rule = scorer_of("marginal", hold_until=0.0)
+    learned = scorer_of("network", layers=wild, reach=0.25, hold_until=0.0)
+    for state in states():
+        moved = state.score(learned)[state.mask] - state.score(rule)[state.mask]
+        worth = np.broadcast_to(state.requests.weight[:, None], state.mask.shape)[state.mask]
+        assert np.all(np.abs(moved) <= 0.25 * worth + 1e-9)
+
+
+def test_the_network_refuses_below_the_chance_it_has_learned():
+    """One whose best P(SLO) is below what the head says, and no other."""
+    state = plain_state(2)
+    learned = scorer_of("network", layers=layers_of(bias=[0.0, 0.6]), reach=10.0)
+    line = 0.6 / (1.0 + 0.06)
+    for chance in (line - 0.01, line + 0.01):
+        state.estimates.p_slo[0] = 0.1, chance
+        assert (state.refusal(learned)[0] > state.score(learned).max()) == (chance < line)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"inputs": "00000000"},
+        {"b1": [0.0, 0.0]},
+        {"w1": [[0.0]]},
+        {"w2": [[0.0]]},
+        {"route": [float("nan")]},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_layers_that_do_not_fit_are_refused(change):
+    """Other inputs, another width, no numbers."""
+    with pytest.raises(ValidationError):
+        policy("network", layers=layers_of() | change)
+
+
 @pytest.mark.parametrize(
     "patient",
     [
         {"kind": "actor", "weights": {}, "hold_above": 1.0, "hold_more": {"pressure": -20.0}},
         {"kind": "marginal", "hold_until": 1.0},
+        {"kind": "network", "layers": None},
     ],
     ids=lambda options: options["kind"],
 )
@@ -489,6 +555,17 @@ def spared() -> State:
     return state
 
 
+def packed() -> State:
+    """The same chance on both, and nobody to harm; the second is busier."""
+    state = plain_state(2)
+    state.requests.ttft[:] = 1.0
+    state.estimates.ttft[0, 1] = 0.01
+    state.estimates.p_slo[0] = 0.9, 0.85
+    for slot in range(3):
+        stream(state, 1, slot)
+    return state
+
+
 def learned_otherwise() -> State:
     """The first looks a little better, but replicas as busy as that have missed before."""
     state = plain_state(2)
@@ -528,6 +605,7 @@ SCENARIOS = {
     "cheapest": cheaper,
     "linear": likelier,
     "actor": spared,
+    "network": packed,
     "bandit": learned_otherwise,
     "drift_plus_penalty": in_debt,
 }

@@ -43,6 +43,7 @@ SCORERS = (
     "cheapest",
     "linear",
     "actor",
+    "network",
     "bandit",
     "drift_plus_penalty",
 )

@@ -46,6 +46,12 @@ class State:
         scorer.kernel(*self.arguments(scorer), out)
         return out.hold
 
+    def refusal(self, scorer) -> np.ndarray:
+        """The score of refusing each request (n,), -inf where the scorer has no say."""
+        out = scores(*self.mask.shape)
+        scorer.kernel(*self.arguments(scorer), out)
+        return out.shed
+
     def arguments(self, scorer) -> tuple:
         """A kernel's arguments up to the output."""
         return (

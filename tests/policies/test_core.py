@@ -32,6 +32,7 @@ from domain.events import (
 )
 from domain.outcome import Cause, Miss, Usage, UsageSource
 from domain.request import Quota, Slo, SloClass, Tenant
+from tests.fakes.networks import layers_of
 from tests.fakes.shells import CLASSES, SCORERS, Shell, make_core, request, small_fleet
 
 COUNTED = Usage(prompt=100, completion=20, source=UsageSource.COUNTED)
@@ -248,6 +249,16 @@ def test_who_is_held_back_goes_when_it_costs_others_less():
 def test_without_late_binding_nobody_is_held_back():
     """`hold: false` sends at once."""
     assert set(crowded(hold=False).sends) == {"a", "b", "long"}
+
+
+def test_a_policy_may_refuse_what_may_be_refused():
+    """Whose best route scores less than not serving it; not a class that is never refused."""
+    hopeless = {"layers": layers_of(bias=[0.0, 1e3]), "reach": 10.0, "shed_below": 0.0}
+    shell = Shell(make_core("network", **hopeless))
+    for name in ("interactive", "batch"):
+        shell.tell(Arrived(0.0, request(name, slo=Slo(ttft=1.0), class_name=name)))
+    assert shell.shed["interactive"].reason is Reason.UNREACHABLE
+    assert set(shell.sends) == {"batch"}
 
 
 def test_what_waited_past_its_limit_is_shed_and_blamed_on_the_queue():

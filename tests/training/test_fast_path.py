@@ -7,6 +7,7 @@ import pytest
 
 from domain.errors import ConfigError
 from domain.units import Seconds
+from tests.fakes.networks import layers_of
 from training.evaluate import policy_named, run_live
 from training.fast_path import CompiledLoop, supports
 from training.measures import ABSENT, MET
@@ -17,15 +18,16 @@ pytestmark = pytest.mark.slow
 SCORERS = (
     "random", "round_robin", "weighted_round_robin", "least_requests", "least_tokens",
     "power_of_two", "lmetric", "pools", "best_fit", "prefix_affinity", "sticky", "predicted",
-    "just_enough", "marginal", "actor",
+    "just_enough", "marginal", "actor", "network",
 )  # fmt: skip
 DEFAULTS = {
     "actor": {
         "weights": {"tpot_used": {"one": -0.4, "tight": 0.5}, "slow": {"tight": -0.3}},
         "hold_more": {"chance": 0.3, "pressure": -0.4, "waited": 0.2},
-    }
+    },
+    "network": {"layers": layers_of(4, seed=5, bias=[-0.3, 0.2]), "reach": 0.5},
 }
-"""Weights that place and hold otherwise than the rule."""
+"""Weights that place, hold and refuse otherwise than the rule."""
 
 
 @pytest.fixture(scope="module")
