@@ -13,8 +13,12 @@ import time
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 from sluice.compare import progress as bar
+
+if TYPE_CHECKING:
+    from training.compare import Advance
 
 EXAMPLE = (
     "sluice train latency --logs .sluice/decisions.jsonl --out latency.npz --report report\n"
@@ -37,12 +41,22 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Run the job; its exit code."""
     if args.kind == "policy":
-        from training.train_es import main
-
+        choice = ArgumentParser(add_help=False)
+        choice.add_argument("--algo", choices=("es", "ppo"), default="es")
+        train = _policy_job(choice.parse_known_args(args.flags)[0].algo)
         with nullcontext(_silent) if args.json else bar() as advance:
-            return main(args.flags, advance)
+            return train(args.flags, advance)
     with nullcontext() if args.json else progress(f"fitting {args.kind}"):
         return _job(args.kind)(args.flags)
+
+
+def _policy_job(algo: str) -> Callable[[Sequence[str], Advance], int]:
+    """The job of an algorithm; torch is imported for PPO only."""
+    if algo == "ppo":
+        from training.train_ppo import main
+    else:
+        from training.train_es import main
+    return main
 
 
 def _silent(done: int, total: int, what: str) -> None:

@@ -46,11 +46,12 @@ PULL = 0.02
 """Seconds after which a gateway counts its streams' tokens again before a decision."""
 
 REQUEST = record(
-    f="arrival prompt expected ttft tpot e2e quality weight until sent first",
+    f="arrival prompt expected ttft tpot e2e quality weight credit until sent first",
     i="tokens output gateway rank tie replica",
     b="waits",
 )
-"""One request: as drawn, the latest useful start, and how it went."""
+"""One request: as drawn, what meeting its limits earns, the latest useful start, and how it went.
+"""
 STATE = record(
     f="now decided delay every",
     i="replicas gateways requests coming asking reads tells settled decisions limit woken offer "
@@ -105,6 +106,8 @@ class Results(NamedTuple):
     met: Ints  # requests settled since then: all limits met
     missed: Ints  # not all of them, the refused ones among them
     refused: Ints
+    first_met: Ints  # of those, what belonged to the first class
+    first_missed: Ints
     terminated: Mask
     truncated: Mask
 
@@ -157,7 +160,7 @@ def _pull(x: Fleets, fl: FleetColumns, g: int, now: float) -> None:
 
 
 @njit(error_model="numpy", inline="always")
-def _look(x: Fleets, sc: Scratch, fl: FleetColumns, g: int, i: int) -> bool:
+def look(x: Fleets, sc: Scratch, fl: FleetColumns, g: int, i: int) -> bool:
     """Whether some replica has room for request i; its row is written."""
     rq, now = sc.requests, x.state[0].now
     rq.prompt[0] = x.requests[i].prompt
@@ -184,7 +187,7 @@ def _look(x: Fleets, sc: Scratch, fl: FleetColumns, g: int, i: int) -> bool:
 
 @njit(error_model="numpy", inline="always")
 def _ask(x: Fleets, sc: Scratch, out: Results, fl: FleetColumns, f: int, g: int, i: int) -> None:
-    """Write the decision on request i, which `_look` has looked at."""
+    """Write the decision on request i, which `look` has looked at."""
     now, m = x.state[0].now, x.state[0].replicas
     es = sc.estimates
     # the streams of hundreds of fleets do not fit into the cache: without this, a third is waiting
@@ -223,6 +226,15 @@ def _ask(x: Fleets, sc: Scratch, out: Results, fl: FleetColumns, f: int, g: int,
 
 
 @njit(error_model="numpy", inline="always")
+def _missed(x: Fleets, out: Results, f: int, i: int) -> None:
+    """Request i settles without its limits met."""
+    x.state[0].settled += 1
+    out.missed[f] += 1
+    if x.requests[i].rank == 0:
+        out.first_missed[f] += 1
+
+
+@njit(error_model="numpy", inline="always")
 def _act(x: Fleets, out: Results, f: int, action: int) -> None:
     """Do what was decided on the request asked about: a replica, hold (M), or refuse (M + 1)."""
     i, now, most = x.state[0].asking, x.state[0].now, x.mask.shape[0] - 2
@@ -239,8 +251,7 @@ def _act(x: Fleets, out: Results, f: int, action: int) -> None:
     if x.requests[i].waits:
         _leave(x, g, x.state[0].offer)
     if action == most + 1:
-        x.state[0].settled += 1
-        out.missed[f] += 1
+        _missed(x, out, f, i)
         out.refused[f] += 1
         return
     fl, arrival = at(x.columns, g), x.requests[i].arrival
@@ -273,12 +284,14 @@ def _happened(x: Fleets, out: Results, f: int, kind: int, i: int) -> None:
     met = x.requests[i].first - x.requests[i].arrival <= x.requests[i].ttft
     met = met and pace <= x.requests[i].tpot
     met = met and now - x.requests[i].arrival <= x.requests[i].e2e
+    if not met:
+        _missed(x, out, f, i)
+        return
     x.state[0].settled += 1
-    if met:
-        out.reward[f] += x.requests[i].weight
-        out.met[f] += 1
-    else:
-        out.missed[f] += 1
+    out.reward[f] += x.requests[i].credit
+    out.met[f] += 1
+    if x.requests[i].rank == 0:
+        out.first_met[f] += 1
 
 
 @njit(error_model="numpy", inline="always")
@@ -318,9 +331,9 @@ def _next(x: Fleets, sc: Scratch, out: Results, f: int) -> int:
         x.readings[place, 0] = now
         reading_into(x.physics, who, now, x.readings[place, 1:])
     elif expiry == now:
+        gone = x.queue[late, 0]
         _leave(x, late, 0)
-        x.state[0].settled += 1
-        out.missed[f] += 1
+        _missed(x, out, f, gone)
     else:
         x.state[0].coming += 1
         return st.coming - 1
@@ -332,6 +345,7 @@ def _run(x: Fleets, sc: Scratch, out: Results, f: int, action: int) -> None:
     """Act, and run fleet f on to its next decision or to the end of its last request."""
     out.reward[f] = 0.0
     out.met[f] = out.missed[f] = out.refused[f] = 0
+    out.first_met[f] = out.first_missed[f] = 0
     out.terminated[f] = out.truncated[f] = False
     if x.state[0].asking != NONE:
         _act(x, out, f, action)
@@ -342,7 +356,7 @@ def _run(x: Fleets, sc: Scratch, out: Results, f: int, action: int) -> None:
             asked, gateway, arrived = arrived, x.requests[arrived].gateway, np.int64(NONE)
             fl = at(x.columns, gateway)
             _pull(x, fl, gateway, x.state[0].now)
-            _look(x, sc, fl, gateway, asked)
+            look(x, sc, fl, gateway, asked)
         while asked == NONE and x.state[0].woken != 0:
             while (x.state[0].woken >> gateway) & 1 == 0:
                 gateway += 1
@@ -351,7 +365,7 @@ def _run(x: Fleets, sc: Scratch, out: Results, f: int, action: int) -> None:
                 _pull(x, fl, gateway, x.state[0].now)
             while x.state[0].offer < x.queued[gateway] and x.state[0].offers < OFFERS:
                 i = x.queue[gateway, x.state[0].offer]
-                if _look(x, sc, fl, gateway, i):
+                if look(x, sc, fl, gateway, i):
                     asked = i
                     x.state[0].offers += 1
                     break

@@ -19,11 +19,13 @@ its own streams, and readings of every replica, `delay` seconds old at least. Th
 in the nominal profile, forecasts of lengths are the truth blurred, and nothing is learned on line.
 
 Reward: the sum of the weights of the requests that settled since the last decision with all their
-limits met. A request settles with its last token, or when it is refused (nothing); so credit comes
-at the end and sums to the weighted number of requests in time. Time between decisions varies
+limits met; with `by_work` of their work, prompt + 5 x output, over its mean in the episode. A
+request settles with its last token, or when it is refused (nothing); so credit comes at the end
+and sums to the weighted number of requests in time. Time between decisions varies
 (semi-MDP): `info["elapsed"]` is the seconds that the reward was earned in, to discount by;
 `info["now"]` the time since the start (at reset: the first arrival); `info["met"]`, `["missed"]`
-and `["refused"]` count what settled (refused by an action: part of the missed);
+and `["refused"]` count what settled (refused by an action: part of the missed), `["first_met"]` and
+`["first_missed"]` those of the first class;
 `info["fleet_size"]` and `["gateways"]` how many there are.
 
 Terminated: every request of the episode has settled. Truncated: `max_decisions` were taken.
@@ -59,6 +61,7 @@ from domain.columns import (
 from domain.fleet import Profile, ReplicaSpec
 from domain.length import QUANTILE_GRID
 from policies import encoding
+from policies.scorers.marginal import OUTPUT_WEIGHT
 from predictors.roofline import OnlineScales
 from training import env_loop
 from training.env_loop import REQUEST, STATE, Fleets, Results, Scratch
@@ -130,6 +133,7 @@ class Randomisation:
     window: float = 0.05  # s of prefill backlog (CORE section 3.9)
     uncertainty: float = 0.35
     max_decisions: int = 2048
+    by_work: bool = False
 
     def __post_init__(self) -> None:
         if not self.kinds or self.requests < 1 or self.max_decisions < 1:
@@ -190,7 +194,7 @@ class _Stable:
             decode=np.arange(m), prefill=np.arange(m), variant=np.zeros(m, np.int64),
             price=np.zeros(m),
         )  # fmt: skip
-        self._scratch = Scratch(
+        self.scratch = Scratch(
             requests=request_columns(1),
             estimates=estimate_columns(1, m),
             allowed=np.zeros((1, m), np.bool_),
@@ -215,13 +219,15 @@ class _Stable:
             met=counts(),
             missed=counts(),
             refused=counts(),
+            first_met=counts(),
+            first_missed=counts(),
             terminated=np.zeros(count, np.bool_),
             truncated=np.zeros(count, np.bool_),
         )
 
     def step(self, actions: NDArray[np.int64]) -> None:
         """Results of these actions in every fleet; a fleet that was just reset takes none."""
-        env_loop.step_all(self.fleets, self._scratch, actions, self.results)
+        env_loop.step_all(self.fleets, self.scratch, actions, self.results)
 
     def reset(self, f: int, rng: np.random.Generator, drawn: Randomisation) -> None:
         """Draw an episode into fleet f; `step` then runs it to its first decision.
@@ -323,7 +329,10 @@ class _Stable:
         rows["e2e"] = np.where(batch, 20.0, np.inf)
         rows["rank"] = np.where(urgent, 0, np.where(batch, 2, 1))
         rows["quality"] = np.where(rng.random(n) < rng.uniform(*drawn.floor), 0.88, 0.0)
-        rows["weight"] = 1.0
+        rows["weight"] = rows["credit"] = 1.0
+        if drawn.by_work:
+            work = prompt + OUTPUT_WEIGHT * output
+            rows["credit"] = work / work.mean()
         rows["gateway"] = rng.integers(0, gateways, n)
         rows["tie"] = rng.integers(0, 1 << 31, n)
         rows["replica"] = env_loop.NONE
@@ -435,6 +444,8 @@ class FleetEnv(gymnasium.Env[Observation, np.int64]):
             "met": int(got.met[0]),
             "missed": int(got.missed[0]),
             "refused": int(got.refused[0]),
+            "first_met": int(got.first_met[0]),
+            "first_missed": int(got.first_missed[0]),
             "fleet_size": int(state["replicas"]),
             "gateways": int(state["gateways"]),
         }
@@ -468,6 +479,11 @@ class FleetVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
         self.single_observation_space = _observation_space(most)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
+
+    @property
+    def columns(self) -> tuple[Fleets, Scratch]:
+        """What compiled observers read (`training.set_view`); the scratch may be written."""
+        return self._stable.fleets, self._stable.scratch
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -507,6 +523,8 @@ class FleetVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
             "met": got.met,
             "missed": got.missed,
             "refused": got.refused,
+            "first_met": got.first_met,
+            "first_missed": got.first_missed,
             "fleet_size": state["replicas"],
             "gateways": state["gateways"],
         }

@@ -17,7 +17,7 @@ from training.measures import MET
 from training.report import STYLE
 
 if TYPE_CHECKING:
-    from training.train_es import Arena, Trained
+    from training.train_es import Arena, Judged, Trained
     from training.worlds import World
 
 Rows = list[tuple[str, ...]]
@@ -31,8 +31,8 @@ LOAD = 2
 def write(folder: Path, arena: Arena, found: Trained, entry: Entry) -> None:
     """Both reports into a folder."""
     parts = [
-        ("Gains by world, which training never met", _worlds(arena, found)),
-        ("Where it differs from where it started", _differences(arena, found)),
+        ("Gains by world, which training never met", worlds(arena, found.best)),
+        ("Where it differs from where it started", differences(arena, found.policy)),
         ("Constants", _constants(arena, found)),
     ]
     if isinstance(found.policy, ActorPolicy):
@@ -41,7 +41,7 @@ def write(folder: Path, arena: Arena, found: Trained, entry: Entry) -> None:
     head = _headline(arena, found)
     lines = [f"# {entry.name}", "", head, "", f"`{entry.card['command']}`", ""]
     for title, rows in parts:
-        lines += [f"## {title}", "", *_table(rows), ""]
+        lines += [f"## {title}", "", *table(rows), ""]
     (folder / "report.md").write_text("\n".join(lines))
     page = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(entry.name)}</title>",
@@ -49,7 +49,7 @@ def write(folder: Path, arena: Arena, found: Trained, entry: Entry) -> None:
         f"<p class=note><code>{escape(entry.card['command'])}</code></p>{_curves(found)}",
     ]
     for title, rows in parts:
-        page.append(f"<h2>{escape(title)}</h2>{_html(rows)}")
+        page.append(f"<h2>{escape(title)}</h2>{html(rows)}")
     (folder / "report.html").write_text("\n".join(page))
 
 
@@ -85,21 +85,22 @@ def _name(world: World) -> tuple[str, str, str]:
     return scenario.name, fleet, ", ".join(drawn)
 
 
-def _worlds(arena: Arena, found: Trained) -> Rows:
+def worlds(arena: Arena, best: Judged) -> Rows:
+    """What each validation world is, and the ratio that the policy reaches there."""
     rows: Rows = [("scenario", "fleet", "drawn", "goodput@90 x start")]
-    for k, ratio in enumerate(found.best.by_world):
+    for k, ratio in enumerate(best.by_world):
         rows.append((*_name(arena.world("validate", k)), f"{ratio:.3f}"))
     return rows
 
 
-def _differences(arena: Arena, found: Trained) -> Rows:
+def differences(arena: Arena, learned: PolicyConfig) -> Rows:
     """Start and policy beside each other at one load: who is met, who waits, and where they go."""
     rows: Rows = [
         ("scenario", "policy", "met by class", "refused", "held > 0.1 s", "share by kind")
     ]
     for k in range(min(LOOKED_AT, arena.job.validate)):
         world = arena.world("validate", k)
-        for name, policy in (("start", arena.job.start), ("learned", found.policy)):
+        for name, policy in (("start", arena.job.start), ("learned", learned)):
             rows.append((world.scenario.name, name, *_looked_at(arena, world, policy)))
     return rows
 
@@ -147,13 +148,15 @@ def _constants(arena: Arena, found: Trained) -> Rows:
     return rows
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """In Markdown."""
     head, *body = rows
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     return lines + ["| " + " | ".join(row) + " |" for row in body]
 
 
-def _html(rows: Sequence[Sequence[str]]) -> str:
+def html(rows: Sequence[Sequence[str]]) -> str:
+    """In HTML."""
     head, *body = rows
     heads = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     lines = "".join(
