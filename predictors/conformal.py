@@ -20,6 +20,9 @@ from domain.length import LengthDistribution
 
 Floats = NDArray[np.float64]
 
+MOST = 8.0
+"""Largest factor on the hazard by which a forecast is corrected."""
+
 
 class RollingConformal:
     """Corrected levels per (model, tenant); deterministic, bounded memory.
@@ -117,8 +120,15 @@ class RollingConformal:
 
 
 def corrected(forecast: LengthDistribution, level: float) -> LengthDistribution:
-    """The forecast with its hazard scaled so that its quantile at `level` becomes the P90."""
+    """The forecast whose P90 is its quantile at `level`, as far as the hazard is not scaled by more
+    than `MOST`. The lower half stays as it is (two thirds of `level` where that is less): a bound
+    that is off says nothing about the median.
+    """
     if abs(level - 0.9) < 1e-3:
         return forecast
-    power = np.log(0.1) / np.log1p(-level)
-    return LengthDistribution(forecast.survival ** min(max(power, 0.25), 4.0))
+    start = -np.log1p(-min(0.5, level * 2.0 / 3.0))
+    scale = (np.log(10.0) - start) / (-np.log1p(-level) - start)
+    spent = -np.log(np.maximum(forecast.survival, 1e-300))
+    tail = np.maximum(spent - start, 0.0)
+    spent += (min(max(scale, 1.0 / MOST), MOST) - 1.0) * tail
+    return LengthDistribution(np.where(forecast.survival > 0.0, np.exp(-spent), 0.0))

@@ -1,9 +1,10 @@
 """The estimator with learned parts: length from the prompt, conformal bound, optional quality.
 
-It wraps the baseline: what is not learned, or cannot be loaded, stays the baseline's. Three guards
-stand between a fit and a decision: strange vectors get the model's own distribution, the P90 is
-corrected by what came before, and a drift alarm on the length forecast switches a model back to its
-running distribution until the errors are small again.
+It wraps the baseline: what is not learned, or cannot be loaded, stays the baseline's. Four guards
+stand between a fit and a decision: strange vectors get the model's own distribution, others are
+believed as far as forecasts have proved better than it (`predictors.trust`), the P90 is corrected
+by what came before, and a drift alarm on the length forecast switches a model back to its running
+distribution until the errors are small again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,12 +39,25 @@ from predictors.latency_layer import LatencyLayer
 from predictors.length_gbdt import LengthGbdt, z_of
 from predictors.quality import QualityModel
 from predictors.running import RunningLengths
+from predictors.trust import Trust, mixed
 
 _log = logging.getLogger(__name__)
 
 PACKAGED = Path(__file__).parent / "artifacts"
 REMEMBERED = 16_384
 """Forecasts kept between arrival and outcome."""
+
+
+class Forecast(NamedTuple):
+    """What was said of a request's length: by the fit, by the running distribution alone, and the
+    `served` mixture of both; with the raw score it came from, None where the running one stands
+    alone.
+    """
+
+    served: LengthDistribution
+    fitted: LengthDistribution
+    own: LengthDistribution
+    score: float | None
 
 
 class LearnedEstimator:
@@ -65,7 +80,8 @@ class LearnedEstimator:
         self._base = BaselineEstimator(self._running)
         self._conformal = RollingConformal()
         self._align = ScoreAlign()
-        self._forecasts: dict[str, tuple[LengthDistribution, float | None]] = {}
+        self._forecasts: dict[str, Forecast] = {}
+        self._trust = Trust()
         self._drift: dict[str, PageHinkley] = {}
         self._variants: tuple[str, ...] = ()
         self._priors: list[float] = []
@@ -98,11 +114,11 @@ class LearnedEstimator:
 
     def length(self, request: InferenceRequest) -> LengthDistribution:
         """Forecast of the request, its P90 corrected to cover 90 % of this tenant's answers."""
-        forecast, score = self._forecast(request)
+        forecast = self._forecast(request)
         if len(self._forecasts) >= REMEMBERED:
             self._forecasts.pop(next(iter(self._forecasts)))
-        self._forecasts[request.id] = forecast, score
-        return corrected(forecast, self._conformal.level(request.model, request.tenant))
+        self._forecasts[request.id] = forecast
+        return corrected(forecast.served, self._conformal.level(request.model, request.tenant))
 
     def thinking(self, request: InferenceRequest) -> LengthDistribution | None:
         """As the baseline's: no public answers come with their prompt and both parts."""
@@ -112,21 +128,21 @@ class LearnedEstimator:
         """As the baseline's."""
         return self._base.answering(request, thought)
 
-    def _forecast(self, request: InferenceRequest) -> tuple[LengthDistribution, float | None]:
-        """Forecast of a request and the raw score it came from; None where it is the running one's
-        own.
-        """
+    def _forecast(self, request: InferenceRequest) -> Forecast:
+        """Forecast of a request from its prompt, as far as it is believed."""
         own = self._running.distribution(request.model, request.text_group)
         detector = self._drift.get(request.model)
         if self._length is None or (detector is not None and detector.alarmed):
-            return own, None
+            return Forecast(own, own, own, None)
         features = np.array(request.features, np.float64)
         if not self._length.knows(features):
-            return own, None
+            return Forecast(own, own, own, None)
         scores = self._length.scores(features)
         raw = float(scores[0])
         scores[0] = self._align(request.tenant, raw)
-        return self._length.forecast(features, scores, request.model, own), raw
+        fitted = self._length.forecast(features, scores, request.model, own)
+        served = mixed(fitted, own, self._trust.weight(request.model))
+        return Forecast(served, fitted, own, raw)
 
     def fill(
         self,
@@ -192,25 +208,28 @@ class LearnedEstimator:
             cut = outcome.cause is not Cause.FINISHED or (
                 request.max_tokens is not None and usage.completion >= request.max_tokens
             )
-            own = self._running.distribution(request.model, request.text_group)
-            forecast, score = kept if kept is not None else self._forecast(request)
-            rank = 1.0 - forecast.survives(tokens)
+            forecast = kept if kept is not None else self._forecast(request)
+            rank = 1.0 - forecast.served.survives(tokens)
             self._conformal.observe(request.model, request.tenant, rank, censored=cut)
-            if score is not None and not cut:
-                self._align.observe(request.tenant, score, z_of(own, tokens))
             if not cut and self._length is not None:
-                self._watch(request.model, forecast, own, tokens)
+                self._judge(request, forecast, tokens)
         if outcome.route is not None:
             self.latency.learn(outcome, self._prefill[outcome.route])
         self._base.learn(outcome)
 
-    def _watch(
-        self, model: str, forecast: LengthDistribution, own: LengthDistribution, tokens: float
-    ) -> None:
-        """Drift score: how much worse than the running distribution the forecast did, in nats."""
+    def _judge(self, request: InferenceRequest, forecast: Forecast, tokens: float) -> None:
+        """How much worse than the running distribution the forecast did, in nats: for its weight
+        and for the alarm.
+        """
+        model = request.model
+        own = self._running.distribution(model, request.text_group)
+        if forecast.score is not None:
+            self._align.observe(request.tenant, forecast.score, z_of(own, tokens))
+            gain = _density(forecast.fitted, tokens) - _density(forecast.own, tokens)
+            self._trust.observe(model, gain)
         if model not in self._drift:
             self._drift[model] = PageHinkley(reference=0.0, slack=0.1, threshold=12.0)
-        score = _density(own, tokens) - _density(forecast, tokens)
+        score = _density(own, tokens) - _density(forecast.fitted, tokens)
         was = self._drift[model].alarmed
         if self._drift[model].observe(score) and not was:
             _log.warning("length forecasts of %s are worse than its running lengths: off", model)

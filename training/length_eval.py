@@ -18,6 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from domain.length import BINS, EDGES, LengthDistribution
+from domain.outcome import Cause, Outcome, Usage, UsageSource
+from domain.ports import Estimator
+from domain.request import InferenceRequest
 from predictors.align import ScoreAlign
 from predictors.conformal import RollingConformal
 from predictors.length_gbdt import OWN_SIZE, STRETCHES, LengthGbdt, own_features, reshape, z_of
@@ -241,6 +244,7 @@ def evaluate_set(
     entry |= _ceiling_crps(answers, train, trained, result, by_row)
     if len(unseen):
         entry["unseen"] = unseen_scores(answers, run(model, answers, unseen, priors, {}, seed=seed))
+        entry["out_of_the_box"] = out_of_the_box(model, answers, unseen, name)
     entry["shift"] = shift_recovery(model, answers, test, priors, warm, seed)
     return entry, result.rank
 
@@ -441,6 +445,76 @@ def unseen_scores(answers: Answers, result: Run) -> dict[str, Any]:
             "answers": int(mine.sum()),
         }
     out["tau"] = tau_within(answers, result.rows, medians(result.ours))
+    return out
+
+
+def as_served(
+    estimator: Estimator, answers: Answers, rows: Ints, *, name: str, seed: int = 0
+) -> tuple[Floats, Ints]:
+    """Survivals (n, BINS + 1) that an estimator serves for these rows in a random order, from its
+    first outcome on, with the rows in that order. All are traffic of one tenant called `name`.
+    """
+    order = np.random.default_rng(seed).permutation(rows)
+    served = np.empty((len(order), BINS + 1))
+    for i, row in enumerate(order.tolist()):
+        request = InferenceRequest(
+            id=str(i),
+            tenant=name,
+            model=str(answers.model[row]),
+            prompt_tokens=1.0,
+            features=tuple(answers.vectors[answers.prompt[row]].tolist()),
+        )
+        served[i] = estimator.length(request).survival
+        cut = bool(answers.censored[row])
+        usage = Usage(completion=float(answers.tokens[row]), source=UsageSource.ENGINE)
+        cause = Cause.CLIENT_GONE if cut else Cause.FINISHED
+        end = Outcome(request=request, cause=cause, arrived=0.0, ended=1.0, usage=usage)
+        estimator.learn(end)
+    return served, order
+
+
+STAGES = ((0, 20), (20, 200), (200, 10**9))
+"""Outcomes of a model before: first, later, at last."""
+
+
+def out_of_the_box(
+    model: LengthGbdt, answers: Answers, rows: Ints, name: str, seed: int = 0
+) -> dict[str, Any]:
+    """A gateway that starts with this fit, beside one that starts with running lengths only, on
+    models that the fit never saw: CRPS gain by outcomes of the model before, its standard error
+    over pairs, and models on which it was worse (one-sided 1 % test).
+    """
+    from predictors.estimator import BaselineEstimator
+    from predictors.learned import LearnedEstimator
+
+    served, order = as_served(LearnedEstimator(model), answers, rows, name=name, seed=seed)
+    base, _ = as_served(BaselineEstimator(), answers, rows, name=name, seed=seed)
+    edges = np.minimum(EDGES, horizon(answers, rows))
+    tokens, cut = answers.tokens[order], answers.censored[order]
+    ours, own = crps(served, tokens, cut, edges), crps(base, tokens, cut, edges)
+    models = answers.model[order]
+    before = np.zeros(len(order), np.int64)
+    for each in np.unique(models):
+        before[models == each] = np.arange((models == each).sum())
+    out: dict[str, Any] = {}
+    for low, high in STAGES:
+        here = (before >= low) & (before < high)
+        if here.sum() < 20:
+            continue
+        gap = own[here] - ours[here]
+        worse = []
+        for each in np.unique(models[here]):
+            mine = gap[models[here] == each]
+            error = mine.std(ddof=1) / np.sqrt(len(mine)) if len(mine) >= 15 else np.inf
+            if mine.mean() < -2.33 * error:
+                worse.append(str(each))
+        out[f"{low}+"] = {
+            "answers": int(here.sum()),
+            "models": len(np.unique(models[here])),
+            "gain": float(gap.mean() / own[here].mean()),
+            "error": float(gap.std(ddof=1) / np.sqrt(here.sum()) / own[here].mean()),
+            "worse": worse,
+        }
     return out
 
 

@@ -88,6 +88,29 @@ def test_cancelled_answers_do_not_pull_the_forecast_down():
     assert estimator.length(ask("say so")).quantile(0.9) == pytest.approx(before)
 
 
+def test_the_median_stays_where_only_the_bound_was_off():
+    """Correcting the P90 moves the upper half."""
+    forecast = LengthDistribution.lognormal(200.0, 0.8)
+    for level in (0.8, 0.97):
+        got = corrected(forecast, level)
+        assert got.quantile(0.5) == pytest.approx(forecast.quantile(0.5))
+        assert got.quantile(0.25) == pytest.approx(forecast.quantile(0.25))
+
+
+def test_a_fit_that_is_wrong_is_not_believed_for_long():
+    """Nor is it asked to leave: its weight falls, and the forecast is the running one's."""
+    rng = np.random.default_rng(3)
+    estimator, base = LearnedEstimator(LengthGbdt(toy())), LearnedEstimator()
+    first = estimator.length(ask("short")).mean
+    lengths = np.ceil(200 * np.exp(0.5 * rng.normal(size=120)))
+    serve(estimator, "short", lengths)
+    serve(base, "short", lengths)
+    assert first < base.length(ask("short")).mean
+    assert estimator.length(ask("short")).quantile(0.5) == pytest.approx(
+        base.length(ask("short")).quantile(0.5), rel=0.1
+    )
+
+
 @pytest.mark.parametrize("level", [0.5, 0.8, 0.9, 0.97, 0.9995])
 def test_corrected_moves_the_p90_to_the_level(level):
     """The new P90 is the old quantile at that level, as far as the clamp allows."""
