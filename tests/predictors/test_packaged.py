@@ -1,5 +1,8 @@
 """The artifacts that ship load, say what may be shipped, and are small."""
 
+import subprocess
+import sys
+
 import numpy as np
 
 from domain.length import LengthDistribution
@@ -53,3 +56,20 @@ def test_packaged_quality_finds_prompts_harder_for_the_small_model():
 def test_learned_is_served_out_of_the_box():
     estimator = build_estimator(LearnedConfig())
     assert "length_gbdt" in estimator.version
+
+
+def test_serving_what_ships_brings_no_training_library():
+    """One forecast in a fresh process: the fit's libraries stay out of the gateway's."""
+    code = (
+        "import sys; from predictors.config import LearnedConfig;"
+        "from predictors.factory import build_estimator;"
+        "from domain.request import InferenceRequest;"
+        "from predictors.features import PromptFacts, encode;"
+        "e = build_estimator(LearnedConfig());"
+        "f = tuple(encode(PromptFacts(text='Write a poem')).tolist());"
+        "e.length(InferenceRequest(id='a', tenant='t', model='m', prompt_tokens=9.0, features=f));"
+        "assert 'length_gbdt' in e.version, e.version;"
+        "print(sorted({'torch', 'lightgbm', 'sklearn'} & set(sys.modules)))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert said.stdout.strip() == "[]"
