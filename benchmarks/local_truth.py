@@ -472,6 +472,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--count", type=int, default=300, help="requests of a run")
     parser.add_argument("--load", type=float, default=1.2, help="times the knee")
+    parser.add_argument("--rate", type=float, help="requests/s, instead of a multiple of the knee")
     parser.add_argument("--learn", type=int, default=200, help="requests of a calibration run")
     parser.add_argument("--slo", help="limits in place of the class's, as in `sluice replay --slo`")
     parser.add_argument("--start", type=float, default=1.1, help="first knee run, of the flood's")
@@ -483,6 +484,8 @@ def main(argv: list[str] | None = None) -> int:
     out: Path = args.out.resolve()
     config = pair_config(args.config, out)
     kept = out / "rate.json"
+    if args.rate is not None:
+        kept.write_text(json.dumps(args.rate))
     rate = json.loads(kept.read_text()) if kept.exists() else None
     say(f"about {left(args, out, rate) / 60:.0f} minutes to go")
     if args.plan:
